@@ -1,0 +1,74 @@
+"""Keys and values of earlier positions, as arrays of fixed shape.
+
+Every row owns `S` slots; `slot_position` says which position a slot holds (-1: none). Masks come from it alone, so
+eviction, reset and ragged batches are integer edits and nothing is shifted. New entries are scattered with
+`mode="drop"`: slot `S` means "nowhere". Networks read a cache and return the new entries; one scatter writes all layers.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from venus_jax.nn import rope
+from venus_jax.typing import Array, Bool, Float, Int
+
+
+class KVCache(NamedTuple):
+    """`k`, `v`: `[L, B, S, K, H]`, keys after rotation; `slot_position`: int32 `[B, S]`; `next_position`: int32 `[B]`."""
+
+    k: Float[Array, "l b s k h"]
+    v: Float[Array, "l b s k h"]
+    slot_position: Int[Array, "b s"]
+    next_position: Int[Array, "b"]
+
+
+def empty(num_layers: int, batch: int, slots: int, num_kv_heads: int, head_dim: int, dtype=jnp.float32) -> KVCache:
+    """A cache that holds nothing."""
+    shape = (num_layers, batch, slots, num_kv_heads, head_dim)
+    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.full((batch, slots), -1, jnp.int32),
+                   jnp.zeros((batch,), jnp.int32))
+
+
+def next_positions(cache: KVCache, valid: Bool[Array, "b t"]) -> Int[Array, "b t"]:
+    """Positions the valid entries of a chunk take, counted on from `next_position`; -1 where not valid."""
+    return jnp.where(valid, cache.next_position[:, None] + jnp.cumsum(valid, axis=1) - 1, -1)
+
+
+def append(cache: KVCache, k: Float[Array, "l b t k h"], v: Float[Array, "l b t k h"],
+           positions: Int[Array, "b t"], slots: Int[Array, "b t"] | None = None) -> KVCache:
+    """Writes a chunk. `positions` -1 are skipped; `slots` defaults to the positions themselves (no reuse).
+
+    An entry whose slot is `S` or more is dropped and `next_position` still advances: the caller sees the overflow as
+    `next_position > S` (see `overflowed`) instead of a silently moved entry.
+    """
+    size = cache.slot_position.shape[1]
+    slots = positions if slots is None else slots
+    slots = jnp.where(positions < 0, size, slots)  # negative indices would wrap
+    rows = jnp.arange(positions.shape[0])[:, None]
+    return KVCache(
+        cache.k.at[:, rows, slots].set(k.astype(cache.k.dtype), mode="drop"),
+        cache.v.at[:, rows, slots].set(v.astype(cache.v.dtype), mode="drop"),
+        cache.slot_position.at[rows, slots].set(positions, mode="drop"),
+        jnp.maximum(cache.next_position, positions.max(axis=1) + 1))
+
+
+def overflowed(cache: KVCache) -> Bool[Array, "b"]:
+    """Rows that were given more positions than they have slots (for caches that never reuse a slot)."""
+    return cache.next_position > cache.slot_position.shape[1]
+
+
+def reset(cache: KVCache, rows: Bool[Array, "b"]) -> KVCache:
+    """Forgets the marked rows. Stale numbers stay in `k` and `v` and are masked."""
+    return cache._replace(slot_position=jnp.where(rows[:, None], -1, cache.slot_position),
+                          next_position=jnp.where(rows, 0, cache.next_position))
+
+
+def reposition(cache: KVCache, new_position: Int[Array, "b s"], theta: float) -> KVCache:
+    """Moves entries to other positions (-1 drops one): keys are turned by the difference, slots and values stay.
+
+    This is the reference's un-rotate and re-rotate as one rotation; float32 inside.
+    """
+    held = (new_position >= 0) & (cache.slot_position >= 0)
+    new_position = jnp.where(held, new_position, -1)
+    cos, sin = rope.angles(jnp.where(held, new_position - cache.slot_position, 0), cache.k.shape[-1], theta)
+    return KVCache(rope.rotate(cache.k, cos[None], sin[None]), cache.v, new_position, new_position.max(axis=1) + 1)

@@ -1,0 +1,20 @@
+"""Rotary positions, half-split form: (a, b) -> (a cos - b sin, b cos + a sin) with a, b the two halves of a head."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from venus_jax.typing import Array, Float, Int
+
+
+def angles(positions: Int[Array, "..."], head_dim: int, theta: float) -> tuple[Float[Array, "... h2"], ...]:
+    """(cos, sin) of `positions * theta**(-2i/head_dim)`, float32, each `[..., head_dim // 2]`."""
+    inverse = (1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)).astype(np.float32)
+    phase = positions.astype(jnp.float32)[..., None] * inverse
+    return jnp.cos(phase), jnp.sin(phase)
+
+
+def rotate(x: Float[Array, "b t n h"], cos: Float[Array, "b t h2"], sin: Float[Array, "b t h2"]) -> Array:
+    """Rotates every head of `x` by its position's angles; float32 inside, `x.dtype` outside."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
