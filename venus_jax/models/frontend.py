@@ -1,28 +1,22 @@
 """The whole model as one Flax module: towers, projections, backbone and talker, wired.
 
-Media reach the backbone by index: towers produce a table of rows `[M, D]`, and `media_index[b, t]` names the row that
-stands at a position (-1: the token's own embedding). A gather, so that shapes never depend on how many media there are.
+Media reach the backbone by index: towers produce a table `[B, M, D]`, and `media_index[b, t]` names the row of it that
+stands at a position (-1: the token's own embedding). A gather, so that shapes never depend on how many media there are,
+and one inside a session, so that a sharded batch moves nothing between chips.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from venus_jax.config import VenusConfig
+from venus_jax.media.images import VisionInputs
 from venus_jax.models import qwen3, resampler, siglip2, talker, whisper
 from venus_jax.nn import kv_cache, layers
 from venus_jax.sharding import Rules, constrain
 from venus_jax.typing import Array, Bool, Float, Int, Params
-
-
-class VisionInputs(NamedTuple):
-    """Slices of pictures: `patches` `[M, P, 588]`, `position_ids` `[M, P]`, `grid_hw` `[M, 2]` ((0, 0): none)."""
-
-    patches: Float[Array, "m p c"]
-    position_ids: Int[Array, "m p"]
-    grid_hw: Int[Array, "m 2"]
 
 
 class Frontend(nn.Module):
@@ -57,8 +51,8 @@ class Frontend(nn.Module):
             self.talker = talker.talker(c.talker, dtype=dtype, remat=self.remat, **causal)
 
     def encode_images(self, images: VisionInputs) -> Float[Array, "m q d"]:
-        """`num_queries` embeddings per slice."""
-        return self.resampler(self.vision(*images), images.grid_hw)
+        """`num_queries` embeddings per slice; `grid_hw` (0, 0) marks an empty slot, whose rows mean nothing."""
+        return self.resampler(self.vision(images), images.grid_hw)
 
     def encode_clips(self, mel: Float[Array, "b t c"], num_frames: Int[Array, "b"], chunked: bool = True,
                      reference_quirks: bool = False) -> Float[Array, "b n d"]:
@@ -75,13 +69,13 @@ class Frontend(nn.Module):
     def _project(self, hidden):
         return whisper.pool(self.audio_projection(hidden), self.config.audio.pool_step)
 
-    def embed(self, ids: Int[Array, "b t"], media: Float[Array, "m d"] | None = None,
+    def embed(self, ids: Int[Array, "b t"], media: Float[Array, "b m d"] | None = None,
               media_index: Int[Array, "b t"] | None = None) -> Float[Array, "b t d"]:
-        """Token embeddings with media rows written over the places `media_index` names."""
+        """Token embeddings with a row's media written over the places `media_index` names (-1: none)."""
         x = self.llm.embed_tokens(ids)
         if media is None:
             return x
-        rows = jnp.take(media, jnp.maximum(media_index, 0), axis=0).astype(x.dtype)
+        rows = jnp.take_along_axis(media.astype(x.dtype), jnp.maximum(media_index, 0)[..., None], axis=1)
         return constrain(jnp.where((media_index >= 0)[..., None], rows, x), self.rules, "batch", "len", "act_embed")
 
     def backbone(self, x: Float[Array, "b t d"], positions: Int[Array, "b t"], segment_ids=None, cache=None,
@@ -111,7 +105,7 @@ def init_params(config: VenusConfig, key: jax.Array, dtype: Any = jnp.float32) -
     """Random parameters of a config as a plain nested dict, stored in `dtype`."""
     images = mel = None
     if (v := config.vision) is not None:
-        images = VisionInputs(jnp.zeros((1, 1, v.patch_dim)), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 2), jnp.int32))
+        images = VisionInputs(jnp.zeros((1, 1, v.patch_dim)), jnp.ones((1, 2), jnp.int32), jnp.zeros((1, 1), jnp.int32))
     if (a := config.audio) is not None:
         mel = jnp.zeros((1, 2 * a.pool_step, a.num_mel_bins))
     params = Frontend(config, implementation="xla").init(key, jnp.zeros((1, 1), jnp.int32), images, mel)["params"]

@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from venus_jax.config import VisionConfig
+from venus_jax.media.images import VisionInputs
 from venus_jax.nn import layers
 from venus_jax.nn.encoder import Encoder
 from venus_jax.typing import Array, Float, Int
@@ -25,20 +26,10 @@ class SigLIP2(Encoder):
         """Patch projection plus learned position; what the first block reads."""
         return self.patch_embed(patches.astype(self.dtype)) + self.position_embed(position_ids)
 
-    def __call__(self, patches: Float[Array, "m p c"], position_ids: Int[Array, "m p"], grid_hw: Int[Array, "m 2"]
-                 ) -> Float[Array, "m p d"]:
-        """Encodes slices.
-
-        Args:
-          patches: flattened (channel, row, column) patches in row-major order, zeros beyond `h * w`.
-          position_ids: row of the position table per patch (`media.images` computes the bucket rule).
-          grid_hw: patches down and across per slice; (0, 0) marks an empty slot.
-
-        Returns:
-          states after the final norm; rows of padding carry no meaning.
-        """
-        valid = jnp.arange(patches.shape[1]) < grid_hw.prod(axis=1)[:, None]
-        return self.run(self.embeddings(patches, position_ids), valid[:, None, None])[0]
+    def __call__(self, images: VisionInputs) -> Float[Array, "m p d"]:
+        """Encodes slices; states after the final norm. Rows of padding (beyond `h * w` patches) carry no meaning."""
+        valid = jnp.arange(images.patches.shape[1]) < images.grid_hw.prod(axis=1)[:, None]
+        return self.run(self.embeddings(images.patches, images.position_ids), valid[:, None, None])[0]
 
 
 def siglip2(config: VisionConfig, dtype: Any = jnp.float32, **kwargs) -> SigLIP2:

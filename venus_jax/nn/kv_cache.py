@@ -72,3 +72,32 @@ def reposition(cache: KVCache, new_position: Int[Array, "b s"], theta: float) ->
     new_position = jnp.where(held, new_position, -1)
     cos, sin = rope.angles(jnp.where(held, new_position - cache.slot_position, 0), cache.k.shape[-1], theta)
     return KVCache(rope.rotate(cache.k, cos[None], sin[None]), cache.v, new_position, new_position.max(axis=1) + 1)
+
+
+def free_slots(cache: KVCache, valid: Bool[Array, "b t"]) -> Int[Array, "b t"]:
+    """The first unused slot for each valid entry of a chunk, `S` where none is left (or where not valid).
+
+    For caches that drop entries anywhere: positions and slots are then unrelated.
+    """
+    size = cache.slot_position.shape[1]
+    unused = cache.slot_position < 0
+    order = jnp.argsort(~unused, axis=1, stable=True)  # unused slots first, lowest first
+    nth = jnp.cumsum(valid, axis=1) - 1
+    slots = jnp.take_along_axis(order, jnp.clip(nth, 0, size - 1), axis=1)
+    return jnp.where(valid & (nth < unused.sum(axis=1, keepdims=True)), slots, size)
+
+
+def ranks(cache: KVCache) -> Int[Array, "b s"]:
+    """Place of every held entry in order of position (0: oldest); numbers at empty slots mean nothing."""
+    order = jnp.where(cache.slot_position < 0, jnp.iinfo(jnp.int32).max, cache.slot_position)
+    return jnp.argsort(jnp.argsort(order, axis=1), axis=1)
+
+
+def keep(cache: KVCache, mask: Bool[Array, "b s"]) -> KVCache:
+    """Drops held entries outside `mask`; the kept ones stay at their positions."""
+    return cache._replace(slot_position=jnp.where(mask, cache.slot_position, -1))
+
+
+def length(cache: KVCache) -> Int[Array, "b"]:
+    """Entries held per row."""
+    return (cache.slot_position >= 0).sum(axis=1)

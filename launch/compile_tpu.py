@@ -1,0 +1,53 @@
+"""Compiles a configuration for a TPU topology on a machine without TPUs, and prints the memory a chip needs.
+
+    python launch/compile_tpu.py --config=configs/omni_9b_sft.py --topology=v5e:4x8 --what=train --json=report.json
+
+Needs the TPU compiler: pip install "venus_jax[tpu]". Takes one to some minutes. Exit code 1 if the program does not fit.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the chips are only described, never opened
+
+from absl import flags
+from ml_collections import config_flags
+
+from venus_jax import cli
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "configs/omni_9b.py (forward) or configs/omni_9b_sft.py (train)",
+                                          lock_config=True)
+_TOPOLOGY = flags.DEFINE_string("topology", "v5e:4x8", "chip and shape: v5e:4x8, v6e:4x4, v5p:2x2x4, ...")
+_WHAT = flags.DEFINE_enum("what", "forward", ["forward", "train"], "which program")
+_JSON = flags.DEFINE_string("json", None, "file to write the report to")
+flags.mark_flag_as_required("config")
+
+
+def main(_):
+    from venus_jax import aot  # after the flags: --help stays quick
+
+    config = _CONFIG.value
+    mesh = aot.build_mesh(config.mesh, aot.topology_devices(_TOPOLOGY.value))
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    print(f"{config.model.variant} {_WHAT.value} for {_TOPOLOGY.value} ({axes}): tracing ...", flush=True)
+    lowered = (aot.lower_train if _WHAT.value == "train" else aot.lower_forward)(config, mesh)
+    print("compiling ...", flush=True)
+    report = {"model": config.model.variant, "what": _WHAT.value, "mesh": dict(mesh.shape)}
+    report |= aot.compile_report(lowered, _TOPOLOGY.value)
+    if report["error"]:
+        print(f"refused by the compiler: {report['error']}")
+    for name, size in report.get("bytes_per_chip", {}).items():
+        print(f"  {name:<12}{size / aot.GIB:8.2f} GiB")
+    peak = report["bytes_per_chip_peak"]
+    print(f"peak {'unknown' if peak is None else f'{peak / aot.GIB:.2f}'} of {report['hbm_bytes'] / aot.GIB:.2f} GiB a chip: "
+          f"{'fits' if report['fits'] else 'DOES NOT FIT'}; compiled in {report['compile_seconds']:.0f} s; "
+          f"collectives {report.get('collectives', {})}")
+    if _JSON.value:
+        Path(_JSON.value).write_text(json.dumps(report, indent=1) + "\n")
+    return 0 if report["fits"] else 1
+
+
+if __name__ == "__main__":
+    cli.run(main)

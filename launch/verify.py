@@ -1,0 +1,39 @@
+"""Runs our networks on recorded inputs of the reference and prints one line a comparison.
+
+    python launch/verify.py --golden=tests/golden
+    python launch/verify.py --golden=DIR --part=llm,vision --json=report.json
+
+A line shows the largest absolute error and its bound: ten times the difference recorded with the set, at least 1e-4
+(2e-4 for logits); ids and tables must be identical (bound 0). Exit code 1 if any line is off.
+"""
+
+import json
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # parity is a matter of float32, which accelerators round
+
+from absl import flags
+
+from venus_jax import cli
+
+_GOLDEN = flags.DEFINE_string("golden", "tests/golden", "folder of recorded fixtures (audio, checkpoint, llm, ...)")
+_PART = flags.DEFINE_list("part", None, "parts to run: llm, vision, audio, tts; default all")
+_JSON = flags.DEFINE_string("json", None, "file to write all comparisons to")
+
+
+def main(_):
+    from venus_jax.checkpoints import golden, verify  # after the flags: --help stays quick
+
+    checks = verify.verify(golden.GoldenSet(_GOLDEN.value), _PART.value or list(verify.PARTS),
+                           emit=lambda check: print(check, flush=True))
+    off = [check for check in checks if not check.ok]
+    if _JSON.value:
+        rows = [dict(part=c.part, name=c.name, error=c.error, bound=c.bound, ok=c.ok) for c in checks]
+        Path(_JSON.value).write_text(json.dumps(rows, indent=1) + "\n")
+    print(f"{len(checks) - len(off)} of {len(checks)} comparisons ok")
+    return 1 if off else 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
