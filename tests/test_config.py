@@ -87,8 +87,16 @@ def test_head_width_follows_from_the_heads_where_it_is_not_given(raw):
     (dict(tts_config={"num_vq": 1}), "tts_config: missing key 'hidden_size'"),
     (dict(tts_config={"num_vq": 4}), "tts_config.num_vq=4; one codebook"),
     (dict(rope_theta=None), "neither rope_theta nor rope_parameters.rope_theta"),
-    (dict(rope_scaling={"type": "yarn"}), "rope_scaling=.*yarn.* is not supported"),
-    (dict(tie_word_embeddings=True), "tie_word_embeddings is true"),
+    (dict(rope_scaling={"type": "yarn"}), "rope_scaling is .*yarn.*; this model knows only None"),
+    (dict(tie_word_embeddings=True), "tie_word_embeddings is True; this model knows only False"),
+    (dict(attention_bias=True), "attention_bias is True"),
+    (dict(hidden_act="gelu"), "hidden_act is 'gelu'; this model knows only 'silu'"),
+    (dict(model_type="qwen3"), "model_type is 'qwen3'"),
+    (dict(hidden_size="256"), "LLMConfig.hidden_size is '256'; expected a positive whole number"),
+    (dict(hidden_size="256", head_dim=None), "a size is not a number"),
+    (dict(num_attention_heads=0, head_dim=None), "LLMConfig.num_heads is 0"),
+    (dict(vision_config="x"), "vision_config: expected a JSON object, got str"),
+    (dict(rope_theta="abc"), "LLMConfig.rope_theta is 'abc'"),
 ])
 def test_hugging_face_values_that_cannot_be_used(raw, changes, message):
     with pytest.raises(ConfigError, match=f"dir/config.json: .*{message}"):
@@ -106,12 +114,24 @@ def test_json_round_trip(make):
     (None, dict(speed=1), "x.json: unknown key 'speed'; known keys: llm, audio"),
     ("llm", dict(hidden=1), "x.json: llm: unknown key 'hidden'; known keys: vocab_size"),
     ("talker", dict(vocab=1), "x.json: talker: unknown key 'vocab'"),
-    ("llm", dict(num_layers=-1), "LLMConfig.num_layers is -1; it must be positive"),
+    ("llm", dict(num_layers=-1), "LLMConfig.num_layers is -1; expected a positive whole number"),
     ("llm", dict(rms_eps=float("nan")), "LLMConfig.rms_eps is nan"),
     ("llm", dict(vocab_multiple=0), "LLMConfig.vocab_multiple is 0"),
     ("vision", dict(num_heads=0), "VisionConfig.num_heads is 0"),
     ("llm", dict(num_kv_heads=3), "llm.num_heads must be a multiple of llm.num_kv_heads"),
-    ("vision", dict(hidden_size=1150), "vision.hidden_size must divide by its heads"),
+    ("vision", dict(hidden_size=1150), "resampler.kv_dim must equal vision.hidden_size"),
+    ("vision", dict(num_heads=7), "vision.hidden_size must divide by its heads"),
+    ("vision", dict(num_layers=1, drop_last_layer=True), "vision has no block left"),
+    ("llm", dict(vocab_size="426"), "LLMConfig.vocab_size is '426'; expected a positive whole number"),
+    ("llm", dict(head_dim=127), "llm.head_dim must be even"),
+    ("llm", dict(rope_theta=float("inf")), "LLMConfig.rope_theta is inf"),
+    ("image", dict(scale_resolution=-1), "ImageConfig.scale_resolution is -1"),
+    ("talker", dict(attention_type="x"), "talker.attention_type 'x' is not one of full_attention"),
+    ("audio", dict(chunk_seconds=0.001), "shorter than one encoder frame"),
+    (None, dict(llm=None), "llm is None; expected a LLMConfig"),
+    (None, dict(llm=5), "x.json: llm: expected an object with fields, got 5"),
+    (None, dict(image=None), "image is None; expected a ImageConfig"),
+    (None, dict(name=5), "name must be a text"),
     ("audio", dict(num_heads=7), "audio.hidden_size must divide by its heads"),
     ("talker", dict(num_heads=7), "talker.hidden_size must divide by its heads"),
     ("resampler", dict(hidden_size=2048), "resampler.hidden_size must equal llm.hidden_size"),
@@ -197,3 +217,13 @@ def test_replace_changes_parts_and_leaves_the_original():
     assert (omni.llm.num_layers, omni.name) == (36, "omni_9b")
     with pytest.raises(ConfigError, match="num_layers is 0"):
         omni.replace(llm=dict(num_layers=0))
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(foo=1), "unknown key 'foo'"),
+    (dict(llm=dict(foo=1)), "llm: unknown key 'foo'"),
+    (dict(vision=dict(num_layers=3)), "config 'audio_9b' has no part 'vision'"),
+])
+def test_changes_that_cannot_be_made(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        audio_9b().replace(**changes)

@@ -18,8 +18,25 @@ FRAME_HOP = 160  # samples a mel frame: 100 frames a second
 NUM_ADDED_TOKENS = 4  # <delegate> </delegate> <backend> </backend>
 
 
+class _Checked:
+    """Every number of a part is positive and finite and every field has its annotated type."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), _KINDS[field.type]
+            if kind is float and type(value) is int:
+                object.__setattr__(self, field.name, value := float(value))
+            ok = type(value) is kind and (kind not in (int, float) or (value > 0 and math.isfinite(value)))
+            if not ok:
+                want = {int: "a positive whole number", float: "a positive number", bool: "true or false", str: "a text"}
+                raise ConfigError(f"{type(self).__name__}.{field.name} is {value!r}; expected {want[kind]}")
+
+
+_KINDS = {"int": int, "float": float, "bool": bool, "str": str}
+
+
 @dataclasses.dataclass(frozen=True)
-class LLMConfig:
+class LLMConfig(_Checked):
     """Qwen3 decoder. `vocab_size` counts rows in checkpoints; `vocab_multiple` pads the live table for sharding."""
 
     vocab_size: int
@@ -41,7 +58,7 @@ class LLMConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class VisionConfig:
+class VisionConfig(_Checked):
     """SigLIP2 NaViT tower. `num_layers` is the configured count; `depth` the blocks stored and run."""
 
     hidden_size: int
@@ -68,7 +85,7 @@ class VisionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ResamplerConfig:
+class ResamplerConfig(_Checked):
     """2-D perceiver from vision width to the backbone's; head width is 128 as published."""
 
     num_queries: int
@@ -82,7 +99,7 @@ class ResamplerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class AudioConfig:
+class AudioConfig(_Checked):
     """Whisper encoder, projection to the backbone's width, and pooling."""
 
     hidden_size: int
@@ -102,7 +119,7 @@ class AudioConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class TalkerConfig:
+class TalkerConfig(_Checked):
     """Llama decoder over speech codes; the last of `num_audio_tokens` ends an utterance."""
 
     hidden_size: int
@@ -131,7 +148,7 @@ class TalkerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ImageConfig:
+class ImageConfig(_Checked):
     """How pictures are cut into slices before the vision tower."""
 
     scale_resolution: int = 448
@@ -159,11 +176,18 @@ class VenusConfig:
         _check(self)
 
     def replace(self, **changes) -> VenusConfig:
-        """A copy with top-level fields changed; `llm=dict(...)` changes fields of a part."""
+        """A copy with top-level fields changed; `llm=dict(...)` changes fields of a part.
+
+        Raises:
+          ConfigError: an unknown field, or a field of a part this model does not have.
+        """
         for key, value in changes.items():
             if isinstance(value, Mapping):
-                changes[key] = dataclasses.replace(getattr(self, key), **value)
-        return dataclasses.replace(self, **changes)
+                part = getattr(self, key, None)
+                if part is None:
+                    raise ConfigError(f"config {self.name!r} has no part {key!r} to change")
+                changes[key] = _build(type(part), {**_fields(part), **value}, key)
+        return _build(type(self), {**_fields(self), **changes}, "config")
 
     # --- JSON -------------------------------------------------------------------------------------------------
     def to_json(self) -> str:
@@ -182,12 +206,10 @@ class VenusConfig:
             raise ConfigError(f"{source}: not valid JSON ({e})") from e
         if not isinstance(raw, dict):
             raise ConfigError(f"{source}: expected a JSON object, got {type(raw).__name__}")
-        parts = {"llm": LLMConfig, "audio": AudioConfig, "vision": VisionConfig, "resampler": ResamplerConfig,
-                 "talker": TalkerConfig, "image": ImageConfig}
         kwargs = {}
         for key, value in raw.items():
-            if key in parts and value is not None:
-                value = _build(parts[key], value, f"{source}: {key}")
+            if key in _PARTS and value is not None:
+                value = _build(_PARTS[key], value, f"{source}: {key}")
             kwargs[key] = value
         return _build(cls, kwargs, source)
 
@@ -201,11 +223,19 @@ class VenusConfig:
         Raises:
           ConfigError: a missing key or an unsupported value, named.
         """
+        try:
+            return cls._from_hf(raw, source, name)
+        except ConfigError as e:
+            raise e if str(e).startswith(source) else ConfigError(f"{source}: {e}") from e
+        except TypeError as e:  # arithmetic on a size that is a text or a list
+            raise ConfigError(f"{source}: a size is not a number ({e})") from e
+
+    @classmethod
+    def _from_hf(cls, raw: Mapping[str, Any], source: str, name: str) -> VenusConfig:
         get = _reader(raw, source)
-        if raw.get("tie_word_embeddings", False):
-            raise ConfigError(f"{source}: tie_word_embeddings is true; this model has a separate head")
-        if raw.get("rope_scaling"):
-            raise ConfigError(f"{source}: rope_scaling={raw['rope_scaling']!r} is not supported")
+        for key, only in _ONLY.items():
+            if raw.get(key, only) not in (only, None):
+                raise ConfigError(f"{source}: {key} is {raw[key]!r}; this model knows only {only!r}")
         theta = raw.get("rope_theta") or (raw.get("rope_parameters") or {}).get("rope_theta")
         if theta is None:  # newer writers move it; silently assuming 10000 would ruin every position
             raise ConfigError(f"{source}: neither rope_theta nor rope_parameters.rope_theta is present")
@@ -214,8 +244,8 @@ class VenusConfig:
             vocab_size=get("vocab_size"), hidden_size=hidden, intermediate_size=get("intermediate_size"),
             num_layers=get("num_hidden_layers"), num_heads=get("num_attention_heads"),
             num_kv_heads=get("num_key_value_heads"),
-            head_dim=raw.get("head_dim") or hidden // get("num_attention_heads"),
-            rms_eps=raw.get("rms_norm_eps", 1e-6), rope_theta=float(theta),
+            head_dim=raw.get("head_dim") or hidden // max(1, get("num_attention_heads")),
+            rms_eps=raw.get("rms_norm_eps", 1e-6), rope_theta=theta,
             max_positions=raw.get("max_position_embeddings", 40_960))
 
         vision = resampler = audio = talker = None
@@ -234,7 +264,7 @@ class VenusConfig:
                 hidden_size=a("d_model"), intermediate_size=a("encoder_ffn_dim"), num_layers=a("encoder_layers"),
                 num_heads=a("encoder_attention_heads"), num_mel_bins=a("num_mel_bins", 80),
                 max_positions=a("max_source_positions", 1500), pool_step=get("audio_pool_step", 5),
-                chunk_seconds=float(get("audio_chunk_length", 1.0)))
+                chunk_seconds=get("audio_chunk_length", 1.0))
         if raw.get("init_tts", True) and raw.get("tts_config"):
             t = _reader(raw["tts_config"], f"{source}: tts_config")
             if t("num_vq", 1) != 1:
@@ -299,19 +329,39 @@ class VenusConfig:
         return out
 
 
-def _reader(raw: Mapping[str, Any], source: str):
+# Keys of Hugging Face's config that would change the arithmetic, and the only value each may have.
+_ONLY = {"model_type": "minicpmo", "tie_word_embeddings": False, "rope_scaling": None, "attention_bias": False,
+         "hidden_act": "silu", "use_sliding_window": False}
+_PARTS = {"llm": LLMConfig, "audio": AudioConfig, "vision": VisionConfig, "resampler": ResamplerConfig,
+          "talker": TalkerConfig, "image": ImageConfig}
+ATTENTION_TYPES = ("full_attention", "sliding_window", "sliding_recompute", "reindex")
+
+
+def _fields(part: Any) -> dict[str, Any]:
+    return {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+
+
+def _reader(raw: Any, source: str):
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{source}: expected a JSON object, got {type(raw).__name__}")
     missing = object()
 
     def get(key: str, default: Any = missing):
         value = raw.get(key)
-        if value is None and default is missing:
-            raise ConfigError(f"{source}: missing key {key!r}")
-        return default if value is None else value
+        if value is None:
+            if default is missing:
+                raise ConfigError(f"{source}: missing key {key!r}")
+            return default
+        if type(value) not in (int, float, bool, str):
+            raise ConfigError(f"{source}: {key} is {value!r}; expected one value")
+        return value
 
     return get
 
 
-def _build(cls, kwargs: Mapping[str, Any], source: str):
+def _build(cls, kwargs: Any, source: str):
+    if not isinstance(kwargs, Mapping):
+        raise ConfigError(f"{source}: expected an object with fields, got {kwargs!r}")
     fields = {f.name: f for f in dataclasses.fields(cls)}
     if unknown := sorted(set(kwargs) - set(fields)):
         raise ConfigError(f"{source}: unknown key {unknown[0]!r}; known keys: {', '.join(fields)}")
@@ -326,21 +376,29 @@ def _check(c: VenusConfig) -> None:
         if not ok:
             raise ConfigError(f"config {c.name!r}: {what}")
 
-    for part in (c.llm, c.vision, c.resampler, c.audio, c.talker):
-        for key, value in (dataclasses.asdict(part) if part is not None else {}).items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                need(value > 0, f"{type(part).__name__}.{key} is {value}; it must be positive")
+    need(isinstance(c.name, str), "name must be a text")
+    need(c.dtype in ("float32", "bfloat16"), f"dtype {c.dtype!r} is not float32 or bfloat16")
+    for key, part in _PARTS.items():
+        value, optional = getattr(c, key), key not in ("llm", "image")
+        need(isinstance(value, part) or (optional and value is None), f"{key} is {value!r}; expected a {part.__name__}")
     need(c.llm.num_heads % c.llm.num_kv_heads == 0, "llm.num_heads must be a multiple of llm.num_kv_heads")
+    need(c.llm.head_dim % 2 == 0, "llm.head_dim must be even: rotary positions turn pairs")
     need((c.vision is None) == (c.resampler is None), "vision and resampler come together")
     if c.resampler is not None:
         need(c.resampler.hidden_size % 128 == 0, "the resampler's width must be a multiple of 128")
         need(c.resampler.hidden_size == c.llm.hidden_size, "resampler.hidden_size must equal llm.hidden_size")
+        need(c.resampler.kv_dim == c.vision.hidden_size, "resampler.kv_dim must equal vision.hidden_size")
         need(c.vision.hidden_size % c.vision.num_heads == 0, "vision.hidden_size must divide by its heads")
+        need(c.vision.depth > 0, "vision has no block left when its last one is dropped")
     if c.audio is not None:
         need(c.audio.hidden_size % c.audio.num_heads == 0, "audio.hidden_size must divide by its heads")
+        need(c.audio.chunk_frames > 0, "audio.chunk_seconds is shorter than one encoder frame (20 ms)")
     if c.talker is not None:
         need(c.talker.hidden_size % c.talker.num_heads == 0, "talker.hidden_size must divide by its heads")
-    need(c.dtype in ("float32", "bfloat16"), f"dtype {c.dtype!r} is not float32 or bfloat16")
+        need(c.talker.num_heads % c.talker.num_kv_heads == 0, "talker.num_heads must be a multiple of its kv heads")
+        need(c.talker.head_dim % 2 == 0, "talker head width must be even: rotary positions turn pairs")
+        need(c.talker.attention_type in ATTENTION_TYPES,
+             f"talker.attention_type {c.talker.attention_type!r} is not one of {', '.join(ATTENTION_TYPES)}")
 
 
 # --- published sizes ------------------------------------------------------------------------------------------------
