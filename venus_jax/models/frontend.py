@@ -108,8 +108,11 @@ def init_params(config: VenusConfig, key: jax.Array, dtype: Any = jnp.float32) -
         images = VisionInputs(jnp.zeros((1, 1, v.patch_dim)), jnp.ones((1, 2), jnp.int32), jnp.zeros((1, 1), jnp.int32))
     if (a := config.audio) is not None:
         mel = jnp.zeros((1, 2 * a.pool_step, a.num_mel_bins))
-    params = Frontend(config, implementation="xla").init(key, jnp.zeros((1, 1), jnp.int32), images, mel)["params"]
-    return jax.tree.map(lambda x: x.astype(dtype), params)
+    def init(key):
+        params = Frontend(config, implementation="xla").init(key, jnp.zeros((1, 1), jnp.int32), images, mel)["params"]
+        return jax.tree.map(lambda x: x.astype(dtype), params)
+
+    return jax.jit(init)(key)
 
 
 def abstract_params(config: VenusConfig, dtype: Any = jnp.float32) -> Params:

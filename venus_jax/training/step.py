@@ -53,7 +53,8 @@ def split_params(params: Params, trainable: Sequence[str]) -> tuple[Params, Para
     """
     if missing := [name for name in trainable if name not in params]:
         raise ConfigError(f"trainable part {missing[0]!r} is not in this model; it has {', '.join(params)}")
-    return ({k: v for k, v in params.items() if k in trainable}, {k: v for k, v in params.items() if k not in trainable})
+    learned = {name: part for name, part in params.items() if name in trainable}
+    return learned, {name: part for name, part in params.items() if name not in trainable}
 
 
 def init_state(params: Params, trainable: Sequence[str], optimizer: optax.GradientTransformation,
@@ -72,8 +73,12 @@ def make_loss(config: VenusConfig, rules: Rules | None = None, remat: bool = Tru
 
     def media_table(params, batch):
         tables = []
-        each = lambda encode, tree: jnp.moveaxis(  # one frame or clip of every row at a time bounds the memory
-            jax.lax.map(jax.checkpoint(encode), jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tree)), 0, 1)
+
+        def each(encode, tree):
+            """One frame or clip of every row at a time: bounds the memory of the towers' attention."""
+            parts = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tree)
+            return jnp.moveaxis(jax.lax.map(jax.checkpoint(encode), parts), 0, 1)
+
         if batch.images is not None:
             tables.append(each(lambda x: model.apply({"params": params}, x, method="encode_images"), batch.images))
         if batch.mel is not None:
@@ -100,7 +105,7 @@ def make_train_step(config: VenusConfig, optimizer: optax.GradientTransformation
     def step(state: TrainState, batch: Batch):
         loss, grads = jax.value_and_grad(lambda learned: loss_fn({**learned, **state.frozen}, batch))(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         return TrainState(state.step + 1, optax.apply_updates(state.params, updates), state.frozen, opt_state), metrics
 
     return step

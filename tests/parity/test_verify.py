@@ -1,0 +1,92 @@
+"""The networks against recorded numbers of the reference, and `verify` itself when something is off."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from venus_jax.checkpoints import golden as golden_lib
+from venus_jax.checkpoints import verify
+from venus_jax.errors import CheckpointError, GoldenError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("part, checks", [("llm", 14), ("vision", 20), ("audio", 130), ("tts", 100)])
+def test_every_fixture_is_met(golden, part, checks):
+    results = verify.verify(golden_lib.GoldenSet(golden), [part])
+    assert not [str(check) for check in results if not check.ok]
+    assert len(results) >= checks  # a fixture that is no longer compared would pass silently
+
+
+def test_all_recorded_arrays_are_compared(golden):
+    """Each array of the audio fixtures, the most numerous, has a line of its own."""
+    names = {check.name for check in verify.verify(golden_lib.GoldenSet(golden), ["audio"])}
+    for file, prefix in (("streaming", "streaming."), ("streaming_mel_long", "streaming_mel_long."), ("clip", "clip.")):
+        with np.load(golden / "audio" / f"{file}.npz") as arrays:
+            inputs = {"wave_i16", "wave2_i16", "units"}
+            assert not {prefix + key for key in arrays.files if key not in inputs} - names
+
+
+def test_a_wrong_weight_is_seen(golden, monkeypatch):
+    def spoiled(*args, **kwargs):
+        config, params = real(*args, **kwargs)
+        params["llm"]["layers"]["attn"]["q_norm"]["scale"] *= 1.001
+        return config, jax.tree.map(np.asarray, params)
+
+    real = verify.import_hf
+    monkeypatch.setattr(verify, "import_hf", spoiled)
+    off = [check.name for check in verify.verify(golden_lib.GoldenSet(golden), ["llm"]) if not check.ok]
+    assert "logits" in off and "hidden_states.embedding" not in off
+
+
+def test_a_difference_of_shape_or_a_nan_is_off():
+    report = golden_lib.Report("x")
+    report.close("shape", np.zeros(3), np.zeros(4), 1.0)
+    report.close("nan", np.array([np.nan]), np.array([0.0]), 1.0)
+    report.close("infinities agree", np.array([-np.inf, 1]), np.array([-np.inf, 1]), 0.0)
+    report.same("ids", [1, 2, 3], [1, 2, 4])
+    assert [check.ok for check in report.checks] == [False, False, True, False]
+
+
+def test_bounds_are_ten_times_the_recorded_difference_but_not_below_the_floor(golden):
+    bounds = golden_lib.GoldenSet(golden)
+    bounds.tolerances = {"a": 5e-5, "b": 1e-7}
+    assert bounds.bound("a") == pytest.approx(5e-4) and bounds.bound("b") == 1e-4
+    assert bounds.bound("b", logits=True) == 2e-4 and bounds.bound("unknown") == 1e-4
+
+
+def test_broken_sets(golden, tmp_path):
+    with pytest.raises(GoldenError, match="expected a folder of recorded fixtures"):
+        golden_lib.GoldenSet(tmp_path / "absent")
+    with pytest.raises(GoldenError, match="part 'voice' is unknown; parts are llm, vision, audio, tts"):
+        verify.verify(golden_lib.GoldenSet(golden), ["voice"])
+    with pytest.raises(GoldenError, match="config.json: this fixture file is missing"):
+        verify.verify(golden_lib.GoldenSet(tmp_path), ["llm"])
+    shutil.copytree(golden / "checkpoint", tmp_path / "checkpoint")
+    (tmp_path / "llm").mkdir()
+    (tmp_path / "llm" / "llm.npz").write_bytes((golden / "llm" / "llm.npz").read_bytes()[:5000])
+    with pytest.raises(GoldenError, match="llm.npz: not a readable .npz file"):
+        verify.verify(golden_lib.GoldenSet(tmp_path), ["llm"])
+    (tmp_path / "checkpoint" / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        verify.verify(golden_lib.GoldenSet(tmp_path), ["llm"])
+
+
+def test_command(golden, tmp_path):
+    def run(*flags):
+        return subprocess.run([sys.executable, ROOT / "launch" / "verify.py", *flags], capture_output=True, text=True,
+                              env={"PYTHONPATH": str(ROOT), "PATH": "", "JAX_PLATFORMS": "cpu"})
+
+    done = run(f"--golden={golden}", "--part=vision", f"--json={tmp_path / 'report.json'}")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "report.json").read_text())
+    assert len(rows) >= 20 and all(row["ok"] for row in rows) and {"part", "name", "error", "bound"} <= set(rows[0])
+    assert f"{len(rows)} of {len(rows)} comparisons ok" in done.stdout
+    missing = run(f"--golden={tmp_path / 'nowhere'}")
+    assert missing.returncode == 2 and missing.stderr.count("\n") == 1 and "nowhere" in missing.stderr

@@ -1,0 +1,109 @@
+"""The four tokens Realtime-Venus adds to MiniCPM-o 4.5: whether a checkpoint has them, and the rows they begin with.
+
+The rule: each new row of the embedding, and of the head, is the mean of all the rows before it, accumulated in float64
+in blocks of 1024 rows, rounded to float32 and from there to the table's dtype. Mean rows sit inside the distribution
+the backbone knows: the embedding surprises no layer, and the head gives a new token the average logit, so that it takes
+a bounded share (about one row's worth) of the probability and is never spoken before it is trained. Equal rows part at
+the first gradient. The rule depends on the other rows alone; export recomputes it to see whether rows were trained.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+
+from venus_jax.checkpoints.safetensors_io import read_json
+from venus_jax.config import BASE_VOCAB_SIZE, NUM_ADDED_TOKENS
+from venus_jax.errors import CheckpointError
+from venus_jax.tokens import ADDED_TEXT, load_tokenizer
+
+_BLOCK_ROWS = 1024  # part of the rule: it fixes the order of the additions
+
+
+def initial_rows(rows: Callable[[int, int], np.ndarray], count: int) -> np.ndarray:
+    """The rows the added tokens begin with, `[NUM_ADDED_TOKENS, width]`.
+
+    Args:
+      rows: `rows(start, stop)` gives `[stop - start, width]` of the table, in the dtype the result is to have.
+      count: rows of the table before the added ones.
+    """
+    total, dtype = 0.0, None
+    for start in range(0, count, _BLOCK_ROWS):
+        block = rows(start, min(start + _BLOCK_ROWS, count))
+        dtype = block.dtype
+        total = total + np.ascontiguousarray(block, np.float64).sum(axis=0)
+    return np.tile((total / count).astype(np.float32).astype(dtype), (NUM_ADDED_TOKENS, 1))
+
+
+def are_missing(directory: Path, rows: int) -> bool:
+    """Whether a table of `rows` rows beside the tokenizer files in `directory` lacks the rows of the added tokens.
+
+    The tokens are looked up by their text. A directory without any tokenizer has them if it has the published size.
+
+    Raises:
+      CheckpointError: some of the four but not all, or with ids that neither lie within the rows nor follow them.
+    """
+    ids, has_tokenizer = _find(directory)
+    if not ids:
+        return has_tokenizer or rows != BASE_VOCAB_SIZE + NUM_ADDED_TOKENS
+    if len(ids) < len(ADDED_TEXT):
+        absent = next(text for text in ADDED_TEXT if text not in ids)
+        raise CheckpointError(f"{directory}: the tokenizer has {', '.join(ids)} but not {absent}; expected all or none")
+    if max(ids.values()) < rows:
+        return False
+    if [ids[text] for text in ADDED_TEXT] == list(range(rows, rows + len(ADDED_TEXT))):
+        return True
+    raise CheckpointError(f"{directory}: the tokenizer gives {', '.join(ADDED_TEXT)} the ids "
+                          f"{[ids[text] for text in ADDED_TEXT]}, but the embedding has {rows} rows")
+
+
+def list_in_tokenizer(directory: Path, first_id: int) -> None:
+    """Names the added tokens, from `first_id` on, in the tokenizer files of `directory`, which it rewrites."""
+    ids = dict(zip(ADDED_TEXT, range(first_id, first_id + len(ADDED_TEXT))))
+    flags = dict(lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
+
+    def grow(raw: dict[str, Any]) -> None:
+        raw.update(ids)
+
+    def grow_config(raw: dict[str, Any]) -> None:
+        special = [text for text in raw.get("additional_special_tokens") or [] if text not in ids]
+        raw["additional_special_tokens"] = [*special, *ids]
+        decoder = {str(i): {"content": text, **flags} for text, i in ids.items()}
+        raw["added_tokens_decoder"] = {**(raw.get("added_tokens_decoder") or {}), **decoder}
+
+    def grow_tokenizer(raw: dict[str, Any]) -> None:
+        known = [token for token in raw.get("added_tokens") or [] if token["content"] not in ids]
+        raw["added_tokens"] = [*known, *({"id": i, "content": text, **flags} for text, i in ids.items())]
+
+    _update(directory / "added_tokens.json", grow, create=True)
+    _update(directory / "tokenizer_config.json", grow_config)
+    _update(directory / "tokenizer.json", grow_tokenizer)
+
+
+def _find(directory: Path) -> tuple[dict[str, int], bool]:
+    """Ids of those added tokens the tokenizer files name, and whether there are such files."""
+    found: dict[str, int] = {}
+    added, config, whole = (read_json(directory / name) if (directory / name).is_file() else {}
+                            for name in ("added_tokens.json", "tokenizer_config.json", "tokenizer.json"))
+    try:
+        named = [(text, int(i)) for text, i in added.items()]
+        named += [(token["content"], int(i)) for i, token in (config.get("added_tokens_decoder") or {}).items()]
+        named += [(token["content"], int(token["id"])) for token in whole.get("added_tokens") or []]
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        raise CheckpointError(f"{directory}: the tokenizer's added tokens are not laid out as expected ({e!r})") from e
+    if (directory / "tokenizer.model").is_file():
+        named += load_tokenizer(directory).symbols.items()
+    for text, i in named:
+        if text in ADDED_TEXT and found.setdefault(text, i) != i:
+            raise CheckpointError(f"{directory}: the tokenizer gives {text} the ids {found[text]} and {i}")
+    return found, any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model"))
+
+
+def _update(path: Path, change: Callable[[dict[str, Any]], None], create: bool = False) -> None:
+    if path.is_file() or create:
+        raw = read_json(path) if path.is_file() else {}
+        change(raw)
+        path.write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Signal in, arrays out: decoding, resampling, log-mel spectra, and pictures cut into patches."""
