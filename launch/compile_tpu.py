@@ -1,13 +1,12 @@
 """Compiles a configuration for a TPU topology on a machine without TPUs, and prints the memory a chip needs.
 
-    python launch/compile_tpu.py --config=configs/omni_9b_sft.py --topology=v5e:4x8 --what=train --json=report.json
+    python launch/compile_tpu.py --config=configs/omni_9b_sft.py --topology=v5e:4x8 --what=train --json=out.json
 
 Needs the TPU compiler: pip install "venus_jax[tpu]". Takes one to some minutes. Exit code 1 if the program does not fit.
 """
 
 import json
 import os
-import sys
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the chips are only described, never opened
@@ -17,8 +16,8 @@ from ml_collections import config_flags
 
 from venus_jax import cli
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "configs/omni_9b.py (forward) or configs/omni_9b_sft.py (train)",
-                                          lock_config=True)
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "configs/omni_9b.py (forward) or configs/omni_9b_sft.py (train)", lock_config=True)
 _TOPOLOGY = flags.DEFINE_string("topology", "v5e:4x8", "chip and shape: v5e:4x8, v6e:4x4, v5p:2x2x4, ...")
 _WHAT = flags.DEFINE_enum("what", "forward", ["forward", "train"], "which program")
 _JSON = flags.DEFINE_string("json", None, "file to write the report to")
@@ -41,9 +40,10 @@ def main(_):
     for name, size in report.get("bytes_per_chip", {}).items():
         print(f"  {name:<12}{size / aot.GIB:8.2f} GiB")
     peak = report["bytes_per_chip_peak"]
-    print(f"peak {'unknown' if peak is None else f'{peak / aot.GIB:.2f}'} of {report['hbm_bytes'] / aot.GIB:.2f} GiB a chip: "
-          f"{'fits' if report['fits'] else 'DOES NOT FIT'}; compiled in {report['compile_seconds']:.0f} s; "
-          f"collectives {report.get('collectives', {})}")
+    needed = "an unknown amount" if peak is None else f"{peak / aot.GIB:.2f} GiB ({peak} bytes)"
+    verdict = "fits" if report["fits"] else "DOES NOT FIT"
+    print(f"peak {needed} of {report['hbm_bytes'] / aot.GIB:.2f} GiB a chip: {verdict}; "
+          f"compiled in {report['compile_seconds']:.0f} s; collectives {report.get('collectives', {})}")
     if _JSON.value:
         Path(_JSON.value).write_text(json.dumps(report, indent=1) + "\n")
     return 0 if report["fits"] else 1

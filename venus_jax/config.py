@@ -288,7 +288,7 @@ class VenusConfig:
         """The inverse of `from_hf`: every key the reference needs, none of its serialisation defaults."""
         llm = self.llm
         out: dict[str, Any] = dict(
-            model_type="minicpmo", architectures=["MiniCPMO"], version="4.5", torch_dtype="bfloat16",
+            model_type="minicpmo", architectures=["MiniCPMO"], version="4.5", torch_dtype=self.dtype,
             vocab_size=llm.vocab_size, hidden_size=llm.hidden_size, intermediate_size=llm.intermediate_size,
             num_hidden_layers=llm.num_layers, num_attention_heads=llm.num_heads,
             num_key_value_heads=llm.num_kv_heads, head_dim=llm.head_dim, rms_norm_eps=llm.rms_eps,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import zipfile
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
@@ -60,7 +61,7 @@ class GoldenSet:
         try:
             with np.load(self.path(name)) as file:
                 return {key: file[key] for key in file.files}
-        except (ValueError, OSError, EOFError) as e:
+        except (ValueError, OSError, EOFError, zipfile.BadZipFile) as e:
             raise GoldenError(f"{self.root / name}: not a readable .npz file ({e})") from e
 
     def path(self, name: str | Path) -> Path:

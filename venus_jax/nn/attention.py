@@ -5,7 +5,6 @@
 * `attend_causal`: long training sequences with packed segments; a Pallas kernel on TPU, query chunks elsewhere.
 """
 
-import contextlib
 import functools
 
 import jax
@@ -101,11 +100,8 @@ def _splash(q, k, v, segment_ids):
     attend_one = kernel.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)
     heads_first = lambda x: jnp.swapaxes(x, 1, 2)
     q = (q * q.shape[-1] ** -0.5).astype(q.dtype)
-    # The kernel cannot be compiled for bf16 operands under a global request for float32 products.
-    precision = contextlib.nullcontext() if q.dtype != jnp.bfloat16 else jax.default_matmul_precision("default")
-    with precision:
-        out = jax.vmap(attend_one)(heads_first(q), heads_first(k), heads_first(v),
-                                   segment_ids=kernel.SegmentIds(segment_ids, segment_ids))
+    out = jax.vmap(attend_one)(heads_first(q), heads_first(k), heads_first(v),
+                               segment_ids=kernel.SegmentIds(segment_ids, segment_ids))
     return heads_first(out)
 
 

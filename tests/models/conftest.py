@@ -1,0 +1,10 @@
+"""The tiny model's parameters."""
+
+import pytest
+
+from tests.models.tiny import random_params
+
+
+@pytest.fixture(scope="session")
+def params():
+    return random_params()

@@ -1,0 +1,159 @@
+"""The audio tower: a live stream hears exactly what the whole clip holds, unit by unit, in any mixture of sessions."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.models.tiny import CONFIG
+from venus_jax.media import mel
+from venus_jax.models import whisper
+from venus_jax.nn import kv_cache
+
+C = CONFIG.audio
+ROWS, UNITS = 3, 5
+STATES = 50  # encoder states of a unit
+CONTEXT = whisper.CONTEXT_FRAMES
+FRAMES = mel.UNIT_FRAMES + 2 * CONTEXT
+CLIP = UNITS * mel.UNIT_FRAMES + CONTEXT
+
+
+@pytest.fixture(scope="module")
+def frames(golden):
+    """Mel frames of three stretches of speech, [3, 800, 80]."""
+    speech = np.load(golden / "audio/speech.npz")["wave_i16"].astype(np.float32) / 32768
+    return np.stack([mel.log_mel(speech[start:start + 8 * mel.UNIT_SAMPLES]).T for start in (0, 160_000, 320_000)])
+
+
+def unit(frames, k):
+    """Unit k of one stretch with its context; zeros stand for what was before the first."""
+    start = k * mel.UNIT_FRAMES
+    return np.pad(frames, ((CONTEXT, 0), (0, 0)))[start:start + FRAMES]
+
+
+@pytest.fixture(scope="module")
+def step(params):
+    """step(mel, first, valid, cache) -> states, cache."""
+    model = whisper.whisper(C)
+    return jax.jit(lambda *args: model.apply({"params": params["audio"]}, *args, method="stream"))
+
+
+@pytest.fixture(scope="module")
+def clip(params):
+    """clip(mel, num_frames, chunk, quirks) -> states."""
+    model = whisper.whisper(C)
+    run = jax.jit(lambda *args: model.apply({"params": params["audio"]}, *args)[0], static_argnums=(2, 3))
+    return lambda x, n, chunk=STATES, quirks=False: np.asarray(run(x, jnp.asarray(n), chunk, quirks))
+
+
+def row_of(cache, row):
+    return [x[:, row] if x.ndim == 5 else x[row] for x in cache]
+
+
+def test_stream_equals_the_whole_clip_under_the_chunk_mask(step, clip, frames):
+    """Sessions that begin and pause at different moments, in one batch of one compiled program."""
+    wanted = clip(frames[:, :CLIP], [CLIP] * ROWS)
+    moments = [{0, 1, 2, 3, 4}, {2, 3, 5, 6, 7}, {3, 4, 6, 7}]  # at which a session brings sound
+    cache, done = whisper.empty_cache(C, ROWS), [0] * ROWS
+    for moment in range(8):
+        valid = np.array([moment in own for own in moments])
+        first = np.array([moment == min(own) for own in moments])
+        x = np.stack([unit(frames[row], done[row]) if valid[row] else np.full((FRAMES, 80), np.nan, np.float32)
+                      for row in range(ROWS)])
+        before = cache
+        states, cache = step(x, first, valid, before)
+        for row in range(ROWS):
+            if valid[row]:
+                part = wanted[row, done[row] * STATES:(done[row] + 1) * STATES]
+                np.testing.assert_allclose(states[row], part, rtol=0, atol=1e-5)
+                done[row] += 1
+            else:
+                for a, b in zip(row_of(cache, row), row_of(before, row)):
+                    np.testing.assert_array_equal(a, b)
+    assert kv_cache.length(cache).tolist() == [done[row] * STATES for row in range(ROWS)] == [250, 250, 200]
+    assert step._cache_size() == 1
+
+
+def test_a_full_stream_starts_again_at_the_reference_s_moment(params, step, frames):
+    """Where cached + 52 reaches the limit, here 302: the unit is heard at position 0, without history.
+
+    One row meets the limit exactly; the other began a unit later and goes on undisturbed.
+    """
+    yes, no = np.array([True] * ROWS), np.array([False] * ROWS)
+    cache, lengths = whisper.empty_cache(C, ROWS), []
+    for k in range(7):
+        x = np.stack([unit(frames[0], k)] * ROWS)
+        late = np.array([False, k == 1, False])
+        states, cache = step(x, no | (k == 0) | late, yes, cache)
+        lengths.append(kv_cache.length(cache)[:2].tolist())
+        if k == 5:  # a stream without history, to which the frames before the unit are still context and not silence
+            wanted, fresh = step(x, no, yes, whisper.empty_cache(C, ROWS))
+            np.testing.assert_array_equal(states[0], wanted[0])
+            assert fresh.slot_position[0].tolist() == cache.slot_position[0].tolist()
+    assert lengths == [[50, 50], [100, 50], [150, 100], [200, 150], [250, 200], [50, 250], [100, 50]]
+
+
+def test_one_position_more_holds_one_unit_more(params, frames):
+    roomy = dataclasses.replace(C, max_positions=C.max_positions + 1)
+    tower = {**params["audio"], "position_embed": {"embedding": jnp.zeros((roomy.max_positions, C.hidden_size))}}
+    cache = whisper.empty_cache(roomy, 1)._replace(next_position=jnp.array([250]))
+    cache = cache._replace(slot_position=jnp.where(jnp.arange(303) < 250, jnp.arange(303), -1)[None])
+    _, cache = jax.jit(lambda *args: whisper.whisper(roomy).apply({"params": tower}, *args, method="stream"))(
+        unit(frames[0], 5)[None], np.array([False]), np.array([True]), cache)
+    assert kv_cache.length(cache).tolist() == [300]
+
+
+def test_what_stands_before_the_first_unit_does_not_count(step, frames):
+    x = np.stack([unit(frames[row], 0) for row in range(ROWS)])
+    junk = x.copy()
+    junk[:, :CONTEXT] = 7
+    yes = np.array([True] * ROWS)
+    outs = [step(mel, yes, yes, whisper.empty_cache(C, ROWS))[0] for mel in (x, junk)]
+    np.testing.assert_array_equal(*outs)
+
+
+def test_chunk_mask(clip, frames):
+    """A state sees its own second and all earlier ones; without the mask, everything."""
+    x, n = frames[:, :CLIP], [CLIP] * ROWS
+    later, earlier = x.copy(), x.copy()
+    later[:, 210:] = 0  # inside the third second, and clear of the convolutions of the second
+    earlier[:, :90] = 0
+    for chunk, same in ((STATES, True), (None, False)):
+        a, b = (clip(y, n, chunk)[:, :2 * STATES] for y in (x, later))
+        assert np.array_equal(a, b) == same
+    assert np.abs(clip(earlier, n) - clip(x, n))[:, 2 * STATES:].max() > 1e-3
+
+
+def batch_of(frames, n):
+    """Clips of `n` frames, padded with zeros."""
+    return np.where(np.arange(CLIP)[:, None] < np.array(n)[:, None, None], frames[:, :CLIP], 0)
+
+
+def test_a_shorter_clip_in_a_batch(clip, frames):
+    """By default its padding is not seen. The reference sees some of it, and only there the two differ."""
+    n = [CLIP, 180, CLIP]
+    ours, reference = (clip(batch_of(frames, n), n, quirks=quirks) for quirks in (False, True))
+    alone = clip(frames[1:2, :180], [180])[0]
+    np.testing.assert_allclose(ours[1, :90], alone, rtol=0, atol=1e-5)
+    assert np.abs(reference[1, :90] - alone).max() > 1e-3
+    np.testing.assert_array_equal(ours[::2], reference[::2])
+
+
+def test_a_clip_of_an_odd_number_of_frames_in_a_batch(clip, frames):
+    """Its last state reads one frame beyond the end, which in a batch must be as silent as the edge it is alone."""
+    n = [CLIP, 189, CLIP]
+    alone = clip(frames[1:2, :189], [189])[0]
+    np.testing.assert_allclose(clip(batch_of(frames, n), n)[1, :95], alone, rtol=0, atol=1e-5)
+
+
+def test_embeddings_are_means_of_whole_groups(params):
+    x = np.random.default_rng(0).standard_normal((2, 14, 3), np.float32)
+    np.testing.assert_allclose(whisper.pool(x, 5), x[:, :10].reshape(2, 2, 5, 3).mean(axis=2), rtol=0, atol=1e-6)
+
+    model = whisper.whisper(C)
+    for n in (9, 10, 11, 100, 101, 199, 200, 1234):  # mel frames -> states -> embeddings
+        states = jax.eval_shape(lambda: model.apply({"params": params["audio"]}, jnp.zeros((1, n, 80)), method="convolve"))
+        assert states.shape[1] // 5 == whisper.num_embeddings(n, 5), n
+    assert whisper.num_embeddings(jnp.array([100, 200]), 5).tolist() == [10, 20]

@@ -1,0 +1,42 @@
+"""The small model that the networks are tested on: every part, no two widths alike, float32, parameters without zeros."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from venus_jax import config as config_lib
+from venus_jax.models import frontend
+
+CONFIG = config_lib.VenusConfig(
+    name="tiny",
+    llm=config_lib.LLMConfig(vocab_size=640, hidden_size=128, intermediate_size=160, num_layers=2, num_heads=4,
+                             num_kv_heads=2, head_dim=24),
+    vision=config_lib.VisionConfig(hidden_size=48, intermediate_size=80, num_layers=2, num_heads=3, image_size=112),
+    resampler=config_lib.ResamplerConfig(num_queries=64, hidden_size=128, kv_dim=48),
+    audio=config_lib.AudioConfig(hidden_size=32, intermediate_size=72, num_layers=2, num_heads=4, max_positions=302),
+    talker=config_lib.TalkerConfig(hidden_size=56, intermediate_size=104, num_layers=2, num_heads=4, num_kv_heads=2,
+                                   num_audio_tokens=82, num_text_tokens=656, audio_bos_token_id=544,
+                                   text_eos_token_id=549, unused_vocab_size=9, max_positions=384))
+
+
+TEXT_ONLY = CONFIG.replace(name="tiny text", vision=None, resampler=None, audio=None, talker=None)
+
+
+@functools.cache
+def random_params(config: config_lib.VenusConfig = CONFIG, seed: int = 0):
+    """Parameters of `config`; unlike at initialisation norms and biases do something, and media weigh as much as text."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, shape):
+        noise = rng.standard_normal(shape).astype(np.float32)
+        if path.endswith("scale"):
+            return 1 + 0.2 * noise
+        if path.endswith("bias"):
+            return 0.2 * noise
+        stacked = "/layers/" in path
+        return noise / np.sqrt(np.prod(shape[stacked:-1])) if path.endswith(("kernel", "resampler/proj")) else noise
+
+    return jax.tree.map_with_path(lambda path, leaf: jnp.asarray(draw("/".join(key.key for key in path), leaf.shape)),
+                                  frontend.abstract_params(config))
