@@ -98,10 +98,23 @@ def make_mesh(shape: Sequence[int], devices: Sequence[Any] | None = None):
 
 
 def constrain(x, rules: Rules | None, *logical: str | None):
-    """Pins an activation's layout inside jit, under `jax.set_mesh`. Without rules (one device) `x` is returned."""
-    import jax
+    """Pins an activation's layout under `jax.set_mesh`; a dimension that does not divide is left whole.
 
-    return x if rules is None else jax.lax.with_sharding_constraint(x, rules.spec(*logical))
+    Without rules (one device) `x` is returned.
+
+    Raises:
+      ShardingError: rules without a mesh.
+    """
+    if rules is None:
+        return x
+    import jax
+    from jax.sharding import PartitionSpec
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ShardingError("sharding rules are given but no mesh is entered: use `with jax.set_mesh(mesh):`")
+    axes = [axes if size % _mesh_size(mesh, axes) == 0 else None for size, axes in zip(x.shape, map(rules.axes, logical))]
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
 
 
 def paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
@@ -58,6 +59,15 @@ def test_a_size_that_does_not_divide_is_kept_whole_and_said(caplog):
         specs = sharding.param_specs(tree, sharding.SERVE, sharding.make_mesh((1, 1, 8)))
     assert specs["llm"]["embed"]["embedding"] == PartitionSpec(None, None)
     assert "llm/embed/embedding: axis 0 of size 426 does not divide by tensor=8" in caplog.text
+
+
+def test_activations_that_do_not_divide_are_left_whole_and_rules_need_a_mesh():
+    x = jnp.zeros((8, 3, 430))
+    with jax.set_mesh(sharding.make_mesh((2, 1, 4))):
+        cut = jax.jit(lambda x: sharding.constrain(x, sharding.TRAIN, "batch", "len", "vocab"))(x)
+    assert cut.sharding.shard_shape(x.shape) == (4, 3, 430)
+    with pytest.raises(ShardingError, match="no mesh is entered"):
+        sharding.constrain(x, sharding.TRAIN, "batch", "len", "vocab")
 
 
 def test_unknown_paths_and_ranks_are_refused():
