@@ -10,7 +10,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # Set before anything imports JAX, and inherited by the commands that tests start.
 os.environ.update(
     JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="8", JAX_DEFAULT_MATMUL_PRECISION="highest",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # compiling for a TPU uses no chip, so processes need not take turns
     PYTHONPATH=str(ROOT))  # this checkout is tested, whichever is installed
 
 import jax

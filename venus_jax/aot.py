@@ -28,6 +28,10 @@ from venus_jax.training import step as training
 GIB = 1 << 30
 # Usable memory of a chip in bytes, as the compiler budgets it.
 HBM = {"v4": 31.25 * GIB, "v5e": 15.75 * GIB, "v5p": 95.74 * GIB, "v6e": 31.25 * GIB}
+# The compiler's plugin expects a TPU machine: there is no metadata server to ask, no host to name, and no chip that two
+# processes could fight for.
+_NO_CHIP = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -40,7 +44,8 @@ def topology_devices(name: str) -> list[Any]:
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", name)
     if not match or match[1] not in HBM:
         raise ConfigError(f"topology {name!r}: expected CHIP:AxB or CHIP:AxBxC, chip one of {', '.join(HBM)}")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server to ask
+    for key, value in _NO_CHIP.items():
+        os.environ.setdefault(key, value)
     from jax.experimental import topologies
 
     try:

@@ -25,18 +25,23 @@ TEXT_ONLY = CONFIG.replace(name="tiny text", vision=None, resampler=None, audio=
 
 
 @functools.cache
+def shapes(config: config_lib.VenusConfig):
+    return frontend.abstract_params(config)
+
+
 def random_params(config: config_lib.VenusConfig = CONFIG, seed: int = 0):
-    """Parameters of `config`; unlike at initialisation norms and biases do something, and media weigh as much as text."""
+    """New parameters of `config`; unlike at initialisation norms and biases do something, and media weigh as much as text."""
     rng = np.random.default_rng(seed)
 
-    def draw(path, shape):
-        noise = rng.standard_normal(shape).astype(np.float32)
+    def draw(path, leaf):
+        path = "/".join(key.key for key in path)
+        noise = rng.standard_normal(leaf.shape).astype(np.float32)
         if path.endswith("scale"):
-            return 1 + 0.2 * noise
-        if path.endswith("bias"):
-            return 0.2 * noise
-        stacked = "/layers/" in path
-        return noise / np.sqrt(np.prod(shape[stacked:-1])) if path.endswith(("kernel", "resampler/proj")) else noise
+            noise = 1 + 0.2 * noise
+        elif path.endswith("bias"):
+            noise = 0.2 * noise
+        elif path.endswith(("kernel", "resampler/proj")):
+            noise /= np.sqrt(np.prod(leaf.shape["/layers/" in path:-1]))
+        return jnp.asarray(noise)
 
-    return jax.tree.map_with_path(lambda path, leaf: jnp.asarray(draw("/".join(key.key for key in path), leaf.shape)),
-                                  frontend.abstract_params(config))
+    return jax.tree.map_with_path(draw, shapes(config))

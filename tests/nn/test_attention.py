@@ -99,7 +99,7 @@ def interpret_kernel(monkeypatch):
 @pytest.mark.parametrize("length", [128, 100])
 def test_auto_runs_here_whether_or_not_the_kernel_would_fit(length):
     qkv, segments = random_qkv(1, length, 2, 1, 128), packed(1, length)
-    assert_close(attend_causal(*qkv, segments), textbook(*qkv, causal_mask(segments)))
+    assert_close(jax.jit(attend_causal)(*qkv, segments), textbook(*qkv, causal_mask(segments)))
 
 
 def test_cached_attention_is_attention_over_cache_and_chunk_joined():
@@ -110,9 +110,10 @@ def test_cached_attention_is_attention_over_cache_and_chunk_joined():
     new_mask |= np.eye(5, dtype=bool)
     joined = [np.concatenate(pair, axis=1) for pair in ((cached_k, k), (cached_v, v))]
     wanted = textbook(q, *joined, np.concatenate([cached_mask, new_mask], axis=2))
-    assert_close(attend_cached(q, k, v, cached_k, cached_v, cached_mask, new_mask), wanted)
+    attend = jax.jit(attend_cached)
+    assert_close(attend(q, k, v, cached_k, cached_v, cached_mask, new_mask), wanted)
 
-    half = attend_cached(*(jnp.bfloat16(x) for x in (q, k, v, cached_k, cached_v)), cached_mask, new_mask)
+    half = attend(*(jnp.bfloat16(x) for x in (q, k, v, cached_k, cached_v)), cached_mask, new_mask)
     assert half.dtype == jnp.bfloat16
     assert_close(half.astype(jnp.float32), wanted, atol=3e-2)
 
@@ -121,8 +122,8 @@ def test_explicit_masks_and_grouped_heads():
     q, k, v = random_qkv()
     mask = np.random.default_rng(5).random((B, T, T)) < 0.3
     mask |= np.eye(T, dtype=bool)
-    assert_close(attend(q, k, v, mask[:, None]), textbook(q, k, v, mask))
-    assert_close(attend(q, k, v), textbook(q, k, v, np.ones_like(mask)))
+    assert_close(jax.jit(attend)(q, k, v, mask[:, None]), textbook(q, k, v, mask))
+    assert_close(jax.jit(attend)(q, k, v), textbook(q, k, v, np.ones_like(mask)))
 
 
 def test_a_query_that_may_see_nothing_gives_finite_numbers():
