@@ -73,7 +73,7 @@ def test_a_program_that_does_not_fit_is_reported(tiny):
 
 
 @pytest.mark.parametrize("name, message", [
-    ("v5e", "expected CHIP:AxB"), ("v99:2x2", "chip one of v4, v5e, v5p, v6e"), ("v5e:3x5", "topology 'v5e:3x5'")])
+    ("v5e", "expected CHIP:AxB"), ("v99:2x2", "chip one of v5e, v5p, v6e"), ("v5e:3x5", "topology 'v5e:3x5'")])
 def test_topologies_that_do_not_exist(name, message):
     with pytest.raises(ConfigError, match=message):
         aot.topology_devices(name)

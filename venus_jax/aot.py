@@ -27,7 +27,7 @@ from venus_jax.training import step as training
 
 GIB = 1 << 30
 # Usable memory of a chip in bytes, as the compiler budgets it.
-HBM = {"v4": 31.25 * GIB, "v5e": 15.75 * GIB, "v5p": 95.74 * GIB, "v6e": 31.25 * GIB}
+HBM = {"v5e": 15.75 * GIB, "v5p": 95.74 * GIB, "v6e": 31.25 * GIB}
 # The compiler's plugin expects a TPU machine: there is no metadata server to ask, no host to name, and no chip that two
 # processes could fight for.
 _NO_CHIP = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost",

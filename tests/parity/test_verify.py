@@ -1,5 +1,6 @@
 """The networks against recorded numbers of the reference, and `verify` itself when something is off."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -17,16 +18,21 @@ from venus_jax.errors import CheckpointError, GoldenError
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture(scope="module")
+def checks_of(golden):
+    """Runs a part once, whoever asks."""
+    return functools.cache(lambda part: verify.verify(golden_lib.GoldenSet(golden), [part]))
+
+
 @pytest.mark.parametrize("part, checks", [("llm", 14), ("vision", 20), ("audio", 130), ("tts", 100)])
-def test_every_fixture_is_met(golden, part, checks):
-    results = verify.verify(golden_lib.GoldenSet(golden), [part])
-    assert not [str(check) for check in results if not check.ok]
-    assert len(results) >= checks  # a fixture that is no longer compared would pass silently
+def test_every_fixture_is_met(checks_of, part, checks):
+    assert not [str(check) for check in checks_of(part) if not check.ok]
+    assert len(checks_of(part)) >= checks  # a fixture that is no longer compared would pass silently
 
 
-def test_all_recorded_arrays_are_compared(golden):
+def test_all_recorded_arrays_are_compared(checks_of, golden):
     """Each array of the audio fixtures, the most numerous, has a line of its own."""
-    names = {check.name for check in verify.verify(golden_lib.GoldenSet(golden), ["audio"])}
+    names = {check.name for check in checks_of("audio")}
     for file, prefix in (("streaming", "streaming."), ("streaming_mel_long", "streaming_mel_long."), ("clip", "clip.")):
         with np.load(golden / "audio" / f"{file}.npz") as arrays:
             inputs = {"wave_i16", "wave2_i16", "units"}
