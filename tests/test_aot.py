@@ -79,6 +79,10 @@ def test_topologies_that_do_not_exist(name, message):
         aot.topology_devices(name)
 
 
+def test_eight_way_tensor_axis_on_a_four_by_four_torus():
+    assert dict(aot.build_mesh((-1, 1, 8), aot.topology_devices("v6e:4x4")).shape) == {"data": 2, "fsdp": 1, "tensor": 8}
+
+
 def test_settings_that_cannot_be_used():
     with pytest.raises(ConfigError, match="model.variant 'omni_90b': expected one of omni_9b, audio_9b"):
         aot.model_config(settings("omni_9b", model=dict(variant="omni_90b")))

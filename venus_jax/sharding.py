@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import re
 from typing import Any, Iterator, Mapping, Sequence
 
@@ -85,16 +86,17 @@ def make_mesh(shape: Sequence[int], devices: Sequence[Any] | None = None):
     Raises:
       ShardingError: `shape` does not have three sizes whose product is the number of devices.
     """
-    import math
-
     import jax
-    from jax.sharding import AxisType
+    from jax.experimental import mesh_utils
+    from jax.sharding import AxisType, Mesh
 
     devices = jax.devices() if devices is None else devices
     if len(shape) != 3 or math.prod(shape) != len(devices):
         raise ShardingError(f"mesh {tuple(shape)} needs three sizes (data, fsdp, tensor) with product {len(devices)}, "
                             "the number of devices")
-    return jax.make_mesh(tuple(shape), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    # An axis of 8 on a torus of 4 x 4 chips has to be folded, which JAX does only when allowed to.
+    grid = mesh_utils.create_device_mesh(tuple(shape), devices, allow_split_physical_axes=True)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def constrain(x, rules: Rules | None, *logical: str | None):
