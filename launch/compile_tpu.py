@@ -5,16 +5,14 @@
 Needs the TPU compiler: pip install "venus_jax[tpu]". Takes one to some minutes. Exit code 1 if the program does not fit.
 """
 
-import json
 import os
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the chips are only described, never opened
 
 from absl import flags
 from ml_collections import config_flags
 
-from venus_jax import cli
+from venus_jax import cli, reports
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "configs/omni_9b.py (forward) or configs/omni_9b_sft.py (train)", lock_config=True)
@@ -27,7 +25,8 @@ flags.mark_flag_as_required("config")
 def main(_):
     from venus_jax import aot  # after the flags: --help stays quick
 
-    config = _CONFIG.value
+    config, output = _CONFIG.value, reports.JsonReport(_JSON.value)
+    aot.check_settings(config, _WHAT.value)
     mesh = aot.build_mesh(config.mesh, aot.topology_devices(_TOPOLOGY.value))
     axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     print(f"{config.model.variant} {_WHAT.value} for {_TOPOLOGY.value} ({axes}): tracing ...", flush=True)
@@ -44,8 +43,7 @@ def main(_):
     verdict = "fits" if report["fits"] else "DOES NOT FIT"
     print(f"peak {needed} of {report['hbm_bytes'] / aot.GIB:.2f} GiB a chip: {verdict}; "
           f"compiled in {report['compile_seconds']:.0f} s; collectives {report.get('collectives', {})}")
-    if _JSON.value:
-        Path(_JSON.value).write_text(json.dumps(report, indent=1) + "\n")
+    output.write(report)
     return 0 if report["fits"] else 1
 
 

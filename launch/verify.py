@@ -7,15 +7,14 @@ A line shows the largest absolute error and its bound: ten times the difference 
 (2e-4 for logits); ids and tables must be identical (bound 0). Exit code 1 if any line is off.
 """
 
-import json
+import math
 import os
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # parity is a matter of float32, which accelerators round
 
 from absl import flags
 
-from venus_jax import cli
+from venus_jax import cli, reports
 
 _GOLDEN = flags.DEFINE_string("golden", "tests/golden", "folder of recorded fixtures (audio, checkpoint, llm, ...)")
 _PART = flags.DEFINE_list("part", None, "parts to run: llm, vision, audio, tts; default all")
@@ -25,12 +24,12 @@ _JSON = flags.DEFINE_string("json", None, "file to write all comparisons to")
 def main(_):
     from venus_jax.checkpoints import golden, verify  # after the flags: --help stays quick
 
+    report = reports.JsonReport(_JSON.value)
     checks = verify.verify(golden.GoldenSet(_GOLDEN.value), _PART.value or list(verify.PARTS),
                            emit=lambda check: print(check, flush=True))
     off = [check for check in checks if not check.ok]
-    if _JSON.value:
-        rows = [dict(part=c.part, name=c.name, error=c.error, bound=c.bound, ok=c.ok) for c in checks]
-        Path(_JSON.value).write_text(json.dumps(rows, indent=1) + "\n")
+    report.write([dict(part=c.part, name=c.name, error=c.error if math.isfinite(c.error) else None, bound=c.bound,
+                       ok=c.ok) for c in checks])
     print(f"{len(checks) - len(off)} of {len(checks)} comparisons ok")
     return 1 if off else 0
 

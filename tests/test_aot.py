@@ -64,6 +64,16 @@ def test_a_forward_pass_compiles_with_heads_over_chips(tiny):
     assert report["fits"] and report["collectives"]["all-reduce"] > 0
 
 
+def test_appending_to_the_cache_does_not_copy_it(tiny):
+    """With one key/value head a chip the compiler is tempted to turn the whole cache over for the write."""
+    config = settings("omni_9b", batch_size=2, append_len=16, cache_slots=2**17, mesh=(1, 1, 8))
+    mesh = aot.build_mesh(config.mesh, aot.topology_devices("v5e:2x4"))
+    parts = aot.compile_report(aot.lower_forward(config, mesh), "v5e:2x4")["bytes_per_chip"]
+    cache = 2 * 2 * 2 * 2**17 * 128 * 2  # keys and values, layers, rows, slots, head width, bytes
+    assert parts["aliased"] > cache  # donated
+    assert parts["temporaries"] < 0.3 * cache
+
+
 def test_a_program_that_does_not_fit_is_reported(tiny):
     config = settings("omni_9b", batch_size=8, append_len=16, cache_slots=2**20, mesh=(1, 1, 4))
     mesh = aot.build_mesh(config.mesh, aot.topology_devices("v5e:2x2"))
@@ -73,7 +83,7 @@ def test_a_program_that_does_not_fit_is_reported(tiny):
 
 
 @pytest.mark.parametrize("name, message", [
-    ("v5e", "expected CHIP:AxB"), ("v99:2x2", "chip one of v5e, v5p, v6e"), ("v5e:3x5", "topology 'v5e:3x5'")])
+    ("v5e", "expected CHIP:AxB"), ("v99:2x2", "chip one of v5e, v5p, v6e"), ("v5e:3x5", "topology 'v5e:3x5'"), ("v5e:0x4", "expected CHIP:AxB")])
 def test_topologies_that_do_not_exist(name, message):
     with pytest.raises(ConfigError, match=message):
         aot.topology_devices(name)
@@ -86,8 +96,17 @@ def test_eight_way_tensor_axis_on_a_four_by_four_torus():
 def test_settings_that_cannot_be_used():
     with pytest.raises(ConfigError, match="model.variant 'omni_90b': expected one of omni_9b, audio_9b"):
         aot.model_config(settings("omni_9b", model=dict(variant="omni_90b")))
-    with pytest.raises(ShardingError, match="product 4"):
-        aot.build_mesh((3, -1, 1), aot.topology_devices("v5e:2x2"))
+    with pytest.raises(ConfigError, match="has no 'seq_len', which --what=train needs"):
+        aot.check_settings(settings("omni_9b"), "train")
+    with pytest.raises(ConfigError, match="has no 'append_len', which --what=forward needs"):
+        aot.check_settings(settings("omni_9b_sft"), "forward")
+    with pytest.raises(ConfigError, match="batch_size is 0"):
+        aot.check_settings(settings("omni_9b", batch_size=0), "forward")
+    with pytest.raises(ConfigError, match="attention is 'flash'"):
+        aot.check_settings(settings("omni_9b_sft", attention="flash"), "train")
+    for shape in ((3, -1, 1), (0, 1, 1), (-1, -1, 1), (2, 2)):
+        with pytest.raises(ShardingError, match="product 4"):
+            aot.build_mesh(shape, aot.topology_devices("v5e:2x2"))
 
 
 def test_batches_hold_a_second_of_sound_and_a_picture_a_unit():

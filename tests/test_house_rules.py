@@ -20,7 +20,7 @@ FLOORS = [
     "stream",
     "data memory training",
     "evaluation serving",
-    "aot api benchmarks cli",
+    "aot api benchmarks cli reports",
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
 LINEN_ROOMS = {"acoustic", "models", "nn"}

@@ -41,7 +41,7 @@ def topology_devices(name: str) -> list[Any]:
     Raises:
       ConfigError: not of the form CHIP:AxB[xC], an unknown chip, or no TPU compiler installed.
     """
-    match = re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", name)
+    match = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*){1,2})", name)
     if not match or match[1] not in HBM:
         raise ConfigError(f"topology {name!r}: expected CHIP:AxB or CHIP:AxBxC, chip one of {', '.join(HBM)}")
     for key, value in _NO_CHIP.items():
@@ -67,10 +67,29 @@ def model_config(settings: Any) -> VenusConfig:
     return config.replace(llm=dict(vocab_multiple=settings.model.vocab_multiple))
 
 
+def check_settings(settings: Any, what: str) -> None:
+    """Refuses a run configuration before anything slow happens.
+
+    Raises:
+      ConfigError: `what` ("forward" or "train") needs keys it does not have, or a value is unusable.
+    """
+    needed = {"forward": ("batch_size", "append_len", "cache_slots"),
+              "train": ("batch_size", "seq_len", "trainable", "optimizer", "ce_chunk", "q_chunk", "attention")}[what]
+    for key in ("model", "mesh", *needed):
+        if key not in settings:
+            raise ConfigError(f"the configuration has no {key!r}, which --what={what} needs")
+    for key in needed:
+        if isinstance(settings[key], int) and settings[key] < 1:
+            raise ConfigError(f"{key} is {settings[key]}; expected a positive whole number")
+    if what == "train" and settings.attention not in ("auto", "xla", "splash"):
+        raise ConfigError(f"attention is {settings.attention!r}; expected auto, xla or splash")
+    model_config(settings)
+
+
 def build_mesh(shape, devices):
     """A mesh of `devices`; one size of `shape` may be -1: whatever is left."""
     known = math.prod(size for size in shape if size != -1)
-    if len(devices) % known == 0:
+    if known > 0 and len(devices) % known == 0 and list(shape).count(-1) <= 1:
         shape = [len(devices) // known if size == -1 else size for size in shape]
     return sharding.make_mesh(shape, devices)
 
@@ -116,7 +135,7 @@ def lower_forward(settings: Any, mesh) -> jax.stages.Lowered:
     params = _with_sharding(params, sharding.param_shardings(params, rules, mesh))
     images = None
     if (v := config.vision) is not None:
-        patches = (config.image.scale_resolution // v.patch_size) ** 2
+        patches = slice_patches(config)
         images = VisionInputs(shape((b, patches, v.patch_dim), dtype), shape((b, 2), jnp.int32),
                               shape((b, patches), jnp.int32))
     llm, audio = config.llm, config.audio
@@ -149,7 +168,7 @@ def abstract_batch(config: VenusConfig, batch_size: int, seq_len: int) -> traini
     images, unit_tokens = None, 13
     if (v := config.vision) is not None:
         unit_tokens += 2 + config.resampler.num_queries
-        frames, patches = seq_len // unit_tokens, (config.image.scale_resolution // v.patch_size) ** 2
+        frames, patches = seq_len // unit_tokens, slice_patches(config)
         images = VisionInputs(shape((batch_size, frames, patches, v.patch_dim), dtype),
                               shape((batch_size, frames, 2), jnp.int32),
                               shape((batch_size, frames, patches), jnp.int32))
@@ -157,6 +176,12 @@ def abstract_batch(config: VenusConfig, batch_size: int, seq_len: int) -> traini
     return training.Batch(tokens, tokens, shape(tokens.shape, jnp.float32), tokens, tokens, tokens, images,
                           shape((batch_size, clips, 2900, config.audio.num_mel_bins), dtype),
                           shape((batch_size, clips), jnp.int32))
+
+
+def slice_patches(config: VenusConfig) -> int:
+    """Patches to provide for a slice: its area, and a sixteenth more because both sides are rounded to whole patches."""
+    square = (config.image.scale_resolution // config.vision.patch_size) ** 2
+    return square + square // 16
 
 
 def compile_report(lowered: jax.stages.Lowered, topology: str) -> dict[str, Any]:
@@ -185,7 +210,7 @@ def compile_report(lowered: jax.stages.Lowered, topology: str) -> dict[str, Any]
              "program": memory.generated_code_size_in_bytes}
     peak = parts["arguments"] + parts["outputs"] - parts["aliased"] + parts["temporaries"] + parts["program"]
     text = compiled.as_text()
-    counts = {kind: len(re.findall(rf"= \S+ {kind}(?:-start)?\(", text)) for kind in COLLECTIVES}
+    counts = {kind: len(re.findall(rf"\s{kind}(?:-start)?\(", text)) for kind in COLLECTIVES}
     return report | {"bytes_per_chip_peak": peak, "bytes_per_chip": parts, "fits": peak <= hbm,
                      "compile_seconds": seconds, "collectives": counts}
 

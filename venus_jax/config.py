@@ -24,9 +24,9 @@ class _Checked:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), _KINDS[field.type]
-            if kind is float and type(value) is int:
+            if kind is float and type(value) is int and abs(value) < 1 << 53:
                 object.__setattr__(self, field.name, value := float(value))
-            ok = type(value) is kind and (kind not in (int, float) or (value > 0 and math.isfinite(value)))
+            ok = type(value) is kind and (kind not in (int, float) or 0 < value < (1 << 53))
             if not ok:
                 want = {int: "a positive whole number", float: "a positive number", bool: "true or false", str: "a text"}
                 raise ConfigError(f"{type(self).__name__}.{field.name} is {value!r}; expected {want[kind]}")
@@ -227,15 +227,23 @@ class VenusConfig:
             return cls._from_hf(raw, source, name)
         except ConfigError as e:
             raise e if str(e).startswith(source) else ConfigError(f"{source}: {e}") from e
-        except TypeError as e:  # arithmetic on a size that is a text or a list
-            raise ConfigError(f"{source}: a size is not a number ({e})") from e
+        except (TypeError, AttributeError, OverflowError) as e:  # a text or a list where a size or a block should be
+            raise ConfigError(f"{source}: a value is not of the expected kind ({e})") from e
 
     @classmethod
     def _from_hf(cls, raw: Mapping[str, Any], source: str, name: str) -> VenusConfig:
         get = _reader(raw, source)
-        for key, only in _ONLY.items():
-            if raw.get(key, only) not in (only, None):
-                raise ConfigError(f"{source}: {key} is {raw[key]!r}; this model knows only {only!r}")
+        for key in ("init_vision", "init_audio", "init_tts", "drop_vision_last_layer", "stream_input"):
+            if type(raw.get(key, True)) is not bool:
+                raise ConfigError(f"{source}: {key} is {raw[key]!r}; expected true or false")
+        for block, keys in _ONLY.items():
+            values = raw if block is None else raw.get(block) or {}
+            if not isinstance(values, Mapping):
+                raise ConfigError(f"{source}: {block}: expected a JSON object, got {type(values).__name__}")
+            for key, only in keys.items():
+                if values.get(key, only) not in (only, None):
+                    where = key if block is None else f"{block}.{key}"
+                    raise ConfigError(f"{source}: {where} is {values[key]!r}; this model knows only {only!r}")
         theta = raw.get("rope_theta") or (raw.get("rope_parameters") or {}).get("rope_theta")
         if theta is None:  # newer writers move it; silently assuming 10000 would ruin every position
             raise ConfigError(f"{source}: neither rope_theta nor rope_parameters.rope_theta is present")
@@ -282,7 +290,7 @@ class VenusConfig:
         return cls(llm=llm, audio=audio, vision=vision, resampler=resampler, talker=talker, name=name,
                    image=ImageConfig(scale_resolution=slices.get("scale_resolution", 448),
                                      max_slice_nums=slices.get("max_slice_nums", 1)),
-                   stream_input=bool(raw.get("stream_input", True)))
+                   stream_input=raw.get("stream_input", False))
 
     def to_hf(self) -> dict[str, Any]:
         """The inverse of `from_hf`: every key the reference needs, none of its serialisation defaults."""
@@ -330,8 +338,12 @@ class VenusConfig:
 
 
 # Keys of Hugging Face's config that would change the arithmetic, and the only value each may have.
-_ONLY = {"model_type": "minicpmo", "tie_word_embeddings": False, "rope_scaling": None, "attention_bias": False,
-         "hidden_act": "silu", "use_sliding_window": False}
+_ONLY = {
+    None: {"model_type": "minicpmo", "tie_word_embeddings": False, "rope_scaling": None, "attention_bias": False,
+           "hidden_act": "silu", "use_sliding_window": False, "sliding_window": None},
+    "vision_config": {"hidden_act": "gelu_pytorch_tanh"},
+    "audio_config": {"activation_function": "gelu", "scale_embedding": False},
+    "tts_config": {"hidden_act": "silu", "projector_type": "mlp", "backbone_model": "llama"}}
 _PARTS = {"llm": LLMConfig, "audio": AudioConfig, "vision": VisionConfig, "resampler": ResamplerConfig,
           "talker": TalkerConfig, "image": ImageConfig}
 ATTENTION_TYPES = ("full_attention", "sliding_window", "sliding_recompute", "reindex")
@@ -389,10 +401,11 @@ def _check(c: VenusConfig) -> None:
         need(c.resampler.hidden_size == c.llm.hidden_size, "resampler.hidden_size must equal llm.hidden_size")
         need(c.resampler.kv_dim == c.vision.hidden_size, "resampler.kv_dim must equal vision.hidden_size")
         need(c.vision.hidden_size % c.vision.num_heads == 0, "vision.hidden_size must divide by its heads")
+        need(c.vision.positions_per_side > 0, "vision.image_size is smaller than one patch")
         need(c.vision.depth > 0, "vision has no block left when its last one is dropped")
     if c.audio is not None:
         need(c.audio.hidden_size % c.audio.num_heads == 0, "audio.hidden_size must divide by its heads")
-        need(c.audio.chunk_frames > 0, "audio.chunk_seconds is shorter than one encoder frame (20 ms)")
+        need(0.02 <= c.audio.chunk_seconds <= 30, "audio.chunk_seconds must lie between 0.02 (one encoder frame) and 30")
     if c.talker is not None:
         need(c.talker.hidden_size % c.talker.num_heads == 0, "talker.hidden_size must divide by its heads")
         need(c.talker.num_heads % c.talker.num_kv_heads == 0, "talker.num_heads must be a multiple of its kv heads")

@@ -21,6 +21,10 @@ class CheckpointError(VenusError):
     """A checkpoint that cannot be read or written; the message names tensor and file."""
 
 
+class CapacityError(VenusError):
+    """More was asked of a cache of fixed size than it holds."""
+
+
 class GoldenError(VenusError):
     """A set of recorded numbers that is incomplete or not of the expected layout."""
 

@@ -64,6 +64,19 @@ class Rules:
             raise ShardingError(f"rules {self.name!r} have no entry for logical axis {logical!r}")
         return table[logical]
 
+    def divides(self, logical: str | None, size: int) -> bool:
+        """Whether a dimension of `size` divides over its mesh axes, under `jax.set_mesh`.
+
+        Raises:
+          ShardingError: no mesh is entered.
+        """
+        import jax
+
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            raise ShardingError("sharding rules are given but no mesh is entered: use `with jax.set_mesh(mesh):`")
+        return size % _mesh_size(mesh, self.axes(logical)) == 0
+
     def spec(self, *logical: str | None):
         """PartitionSpec of an array whose dimensions have these logical axes."""
         from jax.sharding import PartitionSpec
@@ -91,7 +104,7 @@ def make_mesh(shape: Sequence[int], devices: Sequence[Any] | None = None):
     from jax.sharding import AxisType, Mesh
 
     devices = jax.devices() if devices is None else devices
-    if len(shape) != 3 or math.prod(shape) != len(devices):
+    if len(shape) != 3 or min(shape) < 1 or math.prod(shape) != len(devices):
         raise ShardingError(f"mesh {tuple(shape)} needs three sizes (data, fsdp, tensor) with product {len(devices)}, "
                             "the number of devices")
     # An axis of 8 on a torus of 4 x 4 chips has to be folded, which JAX does only when allowed to.
@@ -112,10 +125,7 @@ def constrain(x, rules: Rules | None, *logical: str | None):
     import jax
     from jax.sharding import PartitionSpec
 
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        raise ShardingError("sharding rules are given but no mesh is entered: use `with jax.set_mesh(mesh):`")
-    axes = [axes if size % _mesh_size(mesh, axes) == 0 else None for size, axes in zip(x.shape, map(rules.axes, logical))]
+    axes = [rules.axes(axis) if rules.divides(axis, size) else None for size, axis in zip(x.shape, logical, strict=True)]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
 
 

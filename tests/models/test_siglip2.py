@@ -1,4 +1,4 @@
-"""Vision tower and resampler: every slice is seen by itself, however many others and however much padding lie beside it."""
+"""Vision tower and resampler: every slice is seen by itself, whatever others and padding lie beside it."""
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,8 @@ def test_resampler_is_its_formula():
     module, rng = Resampler(c), np.random.default_rng(0)
     x = rng.standard_normal((1, patches, c.kv_dim)).astype(np.float32)
     shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), x, jnp.array([grid])))["params"]
-    p = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32) / max(leaf.shape[0], 16) ** 0.5, shapes)
+    draw = lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32) / max(leaf.shape[0], 16) ** 0.5
+    p = jax.tree.map(draw, shapes)
     ours = jax.jit(module.apply)({"params": p}, x, jnp.array([grid]))[0]
 
     def norm(name, y):

@@ -27,6 +27,7 @@ def test_condition_is_text_plus_a_direction(params):
 
 
 def test_a_state_without_direction_is_no_nan(params):
-    nothing = {**params["talker"], "projector_semantic": jax.tree.map(jnp.zeros_like, params["talker"]["projector_semantic"])}
-    text = params["talker"]["emb_text"]["embedding"][IDS]
+    params = params["talker"]
+    nothing = {**params, "projector_semantic": jax.tree.map(jnp.zeros_like, params["projector_semantic"])}
+    text = params["emb_text"]["embedding"][IDS]
     np.testing.assert_array_equal(condition(nothing, jnp.ones((1, 3, CONFIG.llm.hidden_size))), text)

@@ -9,7 +9,8 @@ import pytest
 
 from tests.models.tiny import CONFIG
 from venus_jax.models.talker import empty_cache, talker
-from venus_jax.models.talker_decode import CHUNK_CODES, PENALTY_WINDOW, Draw, HalfDuplexSpeech, decode_codes, generate_chunk
+from venus_jax.models.talker_decode import (CHUNK_CODES, PENALTY_WINDOW, Draw, HalfDuplexSpeech, decode_codes,
+                                            generate_chunk)
 from venus_jax.nn import kv_cache
 
 C = CONFIG.talker
@@ -38,8 +39,13 @@ def fresh():
 
 def held(cache, row=0):
     """Positions held, in order."""
-    positions = np.asarray(cache.slot_position[row])
-    return sorted(positions[positions >= 0].tolist())
+    return np.asarray(cache.slot_position)[row, slots_of(cache, row)].tolist()
+
+
+def slots_of(cache, row=0):
+    """The slots that hold something, by position."""
+    positions = np.asarray(cache.slot_position)[row]
+    return np.argsort(positions)[(positions < 0).sum():]
 
 
 def two_chunks(generate, text, draws, key=0):
@@ -134,8 +140,8 @@ def condition(seed, length=5):
 
 def speech_of(params, kind="full_attention", **options):
     config = dataclasses.replace(C, attention_type=kind, window_size=13)
-    return HalfDuplexSpeech(params["talker"], config, jax.random.key(0), Draw(greedy=True, top_p=0.85, top_k=25), MAX_NEW,
-                            BLOCK, **options)
+    draw = Draw(greedy=True, top_p=0.85, top_k=25)
+    return HalfDuplexSpeech(params["talker"], config, jax.random.key(0), draw, MAX_NEW, BLOCK, **options)
 
 
 def say(speech, seed, codes=None, last=False, length=5):
@@ -153,8 +159,9 @@ def code_rows(params, codes):
     return params["talker"]["emb_code"]["embedding"][np.array(codes)]
 
 
-def decode(params, speech, rows, cache, start, history):
-    """`decode_codes` by hand: codes drawn after the embeddings `rows`. The kind of memory is not its affair."""
+def decode(params, speech, rows, history, cache=None, start=0):
+    """`decode_codes` by hand: the codes drawn after the embeddings `rows`. The kind of memory is not its affair."""
+    cache = empty_cache(C, 1, C.max_positions) if cache is None else cache
     rows = jnp.concatenate([rows, text_rows(params, C.audio_bos_token_id)])
     history = ([-1] * PENALTY_WINDOW + history)[-PENALTY_WINDOW:]
     codes, cache = jax.jit(decode_codes, static_argnames=("config", "max_new", "window"))(
@@ -188,7 +195,7 @@ def test_everything_said_stays_in_sight_of_full_attention(params):
         rows += [condition(i), bos, code_rows(params, speech.codes[before:])]
     history = list(speech.codes)
     say(speech, 2)
-    wanted, cache = decode(params, speech, jnp.concatenate([*rows, condition(2)]), empty_cache(C, 1, C.max_positions), 0, history)
+    wanted, cache = decode(params, speech, jnp.concatenate([*rows, condition(2)]), history)
     assert speech.codes[len(history):] == wanted
     assert held(speech.cache) == held(cache) == list(range(speech.position - 1))  # the code drawn last was not fed
 
@@ -210,7 +217,7 @@ def test_sliding_recompute_is_a_fresh_run_on_previous_and_current(params):
     say(speech, 2, length=8)
     rows = [condition(1), text_rows(params, C.audio_bos_token_id), code_rows(params, history[3:]),
             condition(2, 8)]
-    wanted, cache = decode(params, speech, jnp.concatenate(rows), empty_cache(C, 1, C.max_positions), 0, history)
+    wanted, cache = decode(params, speech, jnp.concatenate(rows), history)
     assert speech.codes[len(history):] == wanted
     assert held(speech.cache) == held(cache)
 
@@ -226,17 +233,16 @@ def test_reindex_keeps_first_and_previous_side_by_side(params):
     assert held(speech.cache) == list(range(speech.position - 1)) == list(range(10 + 10 + 6 + MAX_NEW - 1))
 
     old = np.concatenate([np.arange(10), np.arange(20, 30)])  # the second condition is dropped, the third moves up
-    slot = np.argsort(np.where(before.slot_position[0] < 0, 10_000, before.slot_position[0]))[old]
-    k, v = (np.asarray(x, np.float64)[:, 0, slot] for x in (before.k, before.v))  # [L, 20, K, H]
+    k, v = (np.asarray(x, np.float64)[:, 0, slots_of(before)[old]] for x in (before.k, before.v))  # [L, 20, K, H]
     angle = (np.arange(20) - old)[:, None] * C.rope_theta ** (-np.arange(0, C.head_dim, 2) / C.head_dim)
     cos, sin, (a, b) = np.cos(angle)[:, None], np.sin(angle)[:, None], np.split(k, 2, axis=-1)
     k = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     cache = kv_cache.append(empty_cache(C, 1, C.max_positions), *(jnp.float32(x)[:, None] for x in (k, v)),
                             jnp.arange(20)[None])
-    wanted, cache = decode(params, speech, condition(3), cache, 20, history)
+    wanted, cache = decode(params, speech, condition(3), history, cache, start=20)
     assert speech.codes[len(history):] == wanted
-    order = lambda c: np.argsort(np.where(c.slot_position[0] < 0, 10_000, c.slot_position[0]))[:len(held(c))]
-    np.testing.assert_allclose(speech.cache.k[:, 0, order(speech.cache)], cache.k[:, 0, order(cache)], rtol=0, atol=1e-4)
+    keys = lambda cache: np.asarray(cache.k)[:, 0, slots_of(cache)]
+    np.testing.assert_allclose(keys(speech.cache), keys(cache), rtol=0, atol=1e-4)
 
     say(speech, 4, codes=4)
     assert held(speech.cache)[:10] == list(range(10)) and speech.position == 10 + 12 + 10

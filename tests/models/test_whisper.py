@@ -146,6 +146,7 @@ def test_embeddings_are_means_of_whole_groups(params):
 
     model = whisper.whisper(C)
     for n in (9, 10, 11, 100, 101, 199, 200, 1234):  # mel frames -> states -> embeddings
-        states = jax.eval_shape(lambda: model.apply({"params": params["audio"]}, jnp.zeros((1, n, 80)), method="convolve"))
+        mel = jnp.zeros((1, n, C.num_mel_bins))
+        states = jax.eval_shape(lambda: model.apply({"params": params["audio"]}, mel, method="convolve"))
         assert states.shape[1] // 5 == whisper.num_embeddings(n, 5), n
     assert whisper.num_embeddings(jnp.array([100, 200]), 5).tolist() == [10, 20]

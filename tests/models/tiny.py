@@ -1,4 +1,4 @@
-"""The small model that the networks are tested on: every part, no two widths alike, float32, parameters without zeros."""
+"""The small model that the networks are tested on: every part, no two widths alike, float32."""
 
 import functools
 
@@ -30,7 +30,7 @@ def shapes(config: config_lib.VenusConfig):
 
 
 def random_params(config: config_lib.VenusConfig = CONFIG, seed: int = 0):
-    """New parameters of `config`; unlike at initialisation norms and biases do something, and media weigh as much as text."""
+    """New parameters of `config`, all of which do something: norms and biases too, and media weigh as much as text."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):

@@ -1,4 +1,4 @@
-"""A stack that reads and writes a cache: however a sequence is cut, padded, evicted or moved, it is the same sequence."""
+"""A stack with a cache: however a sequence is cut, padded, evicted or moved, it is the same sequence."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def step(params):
-    """step(cache, x, valid, reuse) -> hidden, cache; with `reuse` entries go to free slots instead of slot = position."""
+    """step(cache, x, valid, reuse) -> hidden, cache; with `reuse` entries go to free slots, else slot = position."""
     def run(cache, x, valid, reuse):
         positions = kv_cache.next_positions(cache, valid)
         slots = jnp.where(reuse, kv_cache.free_slots(cache, valid), positions)
@@ -34,7 +34,8 @@ def step(params):
 @pytest.fixture(scope="module")
 def whole(params):
     """whole(x, first position) -> hidden of a sequence in one pass without a cache."""
-    return jax.jit(lambda x, start: STACK.apply(params, x, start + jnp.arange(x.shape[1])[None].repeat(x.shape[0], 0))[0])
+    at = lambda x, start: start + jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    return jax.jit(lambda x, start: STACK.apply(params, x, at(x, start))[0])
 
 
 def empty(slots=SLOTS):
@@ -68,9 +69,10 @@ def feed(step, cache, xs, reuse=False, seed=None):
 
 def entries(cache, row):
     """(positions, keys, values) of a row in order of position."""
-    held = np.flatnonzero(cache.slot_position[row] >= 0)
-    held = held[np.argsort(np.asarray(cache.slot_position)[row, held])]
-    return np.asarray(cache.slot_position)[row, held], np.asarray(cache.k)[:, row, held], np.asarray(cache.v)[:, row, held]
+    positions, k, v = (np.asarray(x) for x in cache[:3])
+    held = np.flatnonzero(positions[row] >= 0)
+    held = held[np.argsort(positions[row, held])]
+    return positions[row, held], k[:, row, held], v[:, row, held]
 
 
 def assert_same_entries(a, b, rows=range(ROWS), atol=1e-5):
@@ -193,8 +195,8 @@ def test_slots_used_again_after_an_eviction(step):
 
 def test_free_slots_are_the_lowest_unused_ones():
     cache = empty(6)._replace(slot_position=jnp.array([[7, -1, 3, -1, -1, 2], [0, 1, 2, 3, 4, 5], [-1] * 6]))
-    valid = jnp.array([[True, False, True, True, True], [True, True, False, False, False], [False, True, True, False, True]])
-    assert kv_cache.free_slots(cache, valid).tolist() == [[1, 6, 3, 4, 6], [6, 6, 6, 6, 6], [6, 0, 1, 6, 2]]
+    valid = jnp.array([[1, 0, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 1, 0, 1]])
+    assert kv_cache.free_slots(cache, valid > 0).tolist() == [[1, 6, 3, 4, 6], [6, 6, 6, 6, 6], [6, 0, 1, 6, 2]]
 
 
 def test_ranks_and_keep_order_by_position_not_by_slot():

@@ -62,7 +62,8 @@ def test_frequency_penalty_weighs_by_count_and_sign(scores, history, penalty):
     window = np.array([history + [-1] * (16 - len(history))])
     counts = logits.count_tokens(jnp.asarray(window), jnp.asarray(window >= 0), C)
     assert counts[0].tolist() == [history.count(c) for c in range(C)]
-    wanted = [s * penalty ** history.count(c) if s < 0 else s / penalty ** history.count(c) for c, s in enumerate(scores)]
+    factors = [penalty ** history.count(c) for c in range(C)]
+    wanted = [s * factor if s < 0 else s / factor for s, factor in zip(scores, factors)]
     np.testing.assert_allclose(logits.frequency_penalty(row(scores), counts, penalty)[0], wanted, rtol=1e-5)
 
 

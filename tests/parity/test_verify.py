@@ -79,6 +79,13 @@ def test_broken_sets(golden, tmp_path):
     (tmp_path / "llm" / "llm.npz").write_bytes((golden / "llm" / "llm.npz").read_bytes()[:5000])
     with pytest.raises(GoldenError, match="llm.npz: not a readable .npz file"):
         verify.verify(golden_lib.GoldenSet(tmp_path), ["llm"])
+    arrays = dict(np.load(golden / "llm" / "llm.npz"))
+    np.savez(tmp_path / "llm" / "llm.npz", **{key: value for key, value in arrays.items() if key != "logits"})
+    with pytest.raises(GoldenError, match="llm/llm.npz: no entry 'logits'"):
+        verify.verify(golden_lib.GoldenSet(tmp_path), ["llm"])
+    np.savez(tmp_path / "llm" / "llm.npz", **{**arrays, "offset_embeds": arrays["offset_embeds"][:, :7]})
+    with pytest.raises(GoldenError, match="part 'llm' is not of the expected layout after 'kv_values'"):
+        verify.verify(golden_lib.GoldenSet(tmp_path), ["llm"])
     (tmp_path / "checkpoint" / "model.safetensors").write_bytes(b"short")
     with pytest.raises(CheckpointError, match="model.safetensors"):
         verify.verify(golden_lib.GoldenSet(tmp_path), ["llm"])
@@ -94,5 +101,8 @@ def test_command(golden, tmp_path):
     rows = json.loads((tmp_path / "report.json").read_text())
     assert len(rows) >= 20 and all(row["ok"] for row in rows) and {"part", "name", "error", "bound"} <= set(rows[0])
     assert f"{len(rows)} of {len(rows)} comparisons ok" in done.stdout
+    nowhere = run(f"--golden={golden}", f"--json={tmp_path / 'absent' / 'report.json'}")
+    assert nowhere.returncode == 2 and "expected a file in an existing, writable folder" in nowhere.stderr
+    assert nowhere.stdout == ""  # said before the work, not after it
     missing = run(f"--golden={tmp_path / 'nowhere'}")
     assert missing.returncode == 2 and missing.stderr.count("\n") == 1 and "nowhere" in missing.stderr

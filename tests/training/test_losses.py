@@ -59,6 +59,7 @@ def test_positions_without_weight_do_not_count(batch):
 def test_low_precision_states_are_summed_in_float32(batch):
     """As in training: bfloat16 states, a float32 head."""
     hidden, kernel, targets, weights = batch
-    total, weight = jax.jit(lambda *args: chunked_cross_entropy(*args, V, 4))(jnp.bfloat16(hidden), kernel, targets, weights)
+    loss = jax.jit(lambda *args: chunked_cross_entropy(*args, V, 4))
+    total, weight = loss(jnp.bfloat16(hidden), kernel, targets, weights)
     assert total.dtype == weight.dtype == jnp.float32
     np.testing.assert_allclose(total, plain(hidden, kernel, targets, weights), rtol=2e-2)

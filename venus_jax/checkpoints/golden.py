@@ -31,7 +31,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        return bool(self.error <= self.bound)  # NaN is not
+        return bool(self.error <= self.bound < float("inf"))  # NaN is not
 
     def __str__(self) -> str:
         return f"{self.part:<9} {self.name:<44} max error {self.error:9.2e}  bound {self.bound:7.1e}  " + (
@@ -52,16 +52,16 @@ class GoldenSet:
     def json(self, name: str | Path) -> Any:
         """A JSON file of the set."""
         try:
-            return json.loads(self.path(name).read_text())
-        except json.JSONDecodeError as e:
+            return json.loads(self.path(name).read_text(), object_pairs_hook=lambda pairs: _Named(str(name), pairs))
+        except (ValueError, RecursionError) as e:
             raise GoldenError(f"{self.root / name}: not valid JSON ({e})") from e
 
     def arrays(self, name: str | Path) -> dict[str, np.ndarray]:
         """All arrays of an `.npz` file of the set."""
         try:
             with np.load(self.path(name)) as file:
-                return {key: file[key] for key in file.files}
-        except (ValueError, OSError, EOFError, zipfile.BadZipFile) as e:
+                return _Named(str(name), ((key, file[key]) for key in file.files))
+        except (ValueError, TypeError, AttributeError, OSError, EOFError, MemoryError, zipfile.BadZipFile) as e:
             raise GoldenError(f"{self.root / name}: not a readable .npz file ({e})") from e
 
     def path(self, name: str | Path) -> Path:
@@ -75,6 +75,17 @@ class GoldenSet:
         """Ten times the largest of the recorded differences named, or the floor, whichever is larger."""
         recorded = max([self.tolerances.get(key, 0.0) for key in keys], default=0.0)
         return max(TIMES * recorded, LOGITS_FLOOR if logits else FLOOR)
+
+
+class _Named(dict):
+    """A fixture's contents; what is absent is named together with its file."""
+
+    def __init__(self, name: str, pairs: Any):
+        super().__init__(pairs)
+        self._name = name
+
+    def __missing__(self, key):
+        raise GoldenError(f"{self._name}: no entry {key!r}")
 
 
 class Report:

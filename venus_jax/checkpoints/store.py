@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping
 
@@ -99,15 +100,17 @@ class Checkpoint:
 
 def is_checkpoint(directory: str | os.PathLike) -> bool:
     """Whether `directory` looks like a checkpoint of ours, complete or not."""
-    return (Path(directory) / CONFIG_FILE).is_file() and (Path(directory) / PARAMS_DIR).is_dir()
+    return os.path.isfile(Path(directory) / CONFIG_FILE) and os.path.isdir(Path(directory) / PARAMS_DIR)
 
 
 def read_config(path: Path) -> VenusConfig:
     """The `VenusConfig` in a file; CheckpointError where it cannot be read."""
     try:
         return VenusConfig.from_json(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError, ConfigError) as e:
-        raise CheckpointError(str(e) if isinstance(e, ConfigError) else f"{path}: cannot be read ({e})") from e
+    except ConfigError as e:
+        raise CheckpointError(str(e) if str(e).startswith(str(path)) else f"{path}: {e}") from e
+    except (OSError, ValueError, RecursionError) as e:
+        raise CheckpointError(f"{path}: cannot be read ({e})") from e
 
 
 def load_checkpoint(directory: str | os.PathLike, shardings: Shardings | None = None, dtype: Any = None,
@@ -263,8 +266,9 @@ def check_tree(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tupl
 
 
 def shorten(items: list[str], limit: int = 4) -> str:
-    """The first few of a list, and how many there are besides."""
-    return ", ".join(items[:limit]) + (f" and {len(items) - limit} more" if len(items) > limit else "")
+    """The first few of a list, and how many there are besides; quoted where they would break the line."""
+    shown = ", ".join(item if item.isprintable() else repr(item) for item in items[:limit])
+    return shown + (f" and {len(items) - limit} more" if len(items) > limit else "")
 
 
 def _sizes(directory: Path) -> dict[str, int]:
@@ -283,7 +287,10 @@ def _list_files(directory: Path) -> None:
 
 def _check_files(directory: Path) -> None:
     """What Orbax finds out late, in many words, or not at all."""
-    found = _sizes(directory)
+    try:
+        found = _sizes(directory)
+    except OSError as e:
+        raise CheckpointError(f"{directory}: cannot be read ({e})") from e
     for name, size in read_json(directory / FILES_FILE).items():
         if name not in found:
             raise CheckpointError(f"{directory / name}: missing")
@@ -299,7 +306,7 @@ def _orbax(options: Callable[[Any], None] = lambda context: None) -> Iterator[An
 
     context, verbosity = ocp.Context(), logging.get_verbosity()
     options(context)
-    logging.set_verbosity(logging.ERROR)
+    logging.set_verbosity(logging.FATAL)  # errors come as exceptions, too
     try:
         with context:
             yield ocp
@@ -309,13 +316,23 @@ def _orbax(options: Callable[[Any], None] = lambda context: None) -> Iterator[An
 
 def _undisturbed(save: Callable[[Any], None]) -> None:
     """`save(ocp)` where Ctrl-C cannot reach it. Interrupted itself, Orbax would go on writing into a directory that is
-    being removed; so an interrupt waits for it, for as long as one parameter takes."""
+    being removed; so an interrupt waits for it, for as long as one parameter takes.
+
+    Raises:
+      OSError: whatever Orbax raised. Writes then still in flight end without a word.
+    """
     def call():
         with _orbax(_saving_options) as ocp:
             save(ocp)
 
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda args: None if str(args.exc_value) == "Event loop is closed" else hook(args)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        pool.submit(call).result()
+        saving = pool.submit(call)
+    if (e := saving.exception()) is not None:  # then the hook stays, for the writes in flight
+        code = re.search(r"os_error_code='(\d+)'", str(e))
+        raise (OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(_first_line(e))) from e
+    sys.unraisablehook = hook
 
 
 def _saving_options(context: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.errors import FlaxError
 
 from venus_jax import tokens
 from venus_jax.checkpoints.golden import Check, GoldenSet, Report
@@ -33,12 +34,20 @@ def verify(golden: GoldenSet, parts: list[str], emit: Callable[[Check], None] = 
     if unknown := [part for part in parts if part not in PARTS]:
         raise GoldenError(f"part {unknown[0]!r} is unknown; parts are {', '.join(PARTS)}")
     root = golden.path("checkpoint/config.json").parent
-    config = HFCheckpoint(root, add_tokens=False).config
+    config = HFCheckpoint(root, add_tokens=False).config.replace(dtype="float32")
     _, params = import_hf(root, config, dtype=jnp.float32)
     checks = []
     for part in parts:
         report = Report(part, emit)
-        PARTS[part](golden, config, params, report)
+        needs = {"vision": config.vision, "audio": config.audio, "tts": config.talker}
+        if needs.get(part, config.llm) is None:
+            raise GoldenError(f"{root}: this checkpoint has nothing to run part {part!r} with")
+        try:
+            PARTS[part](golden, config, params, report)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, FlaxError) as e:
+            after = f" after {report.checks[-1].name!r}" if report.checks else ""
+            raise GoldenError(f"{golden.root}: part {part!r} is not of the expected layout{after} "
+                              f"({type(e).__name__}: {str(e).strip().splitlines()[0]})") from e
         checks += report.checks
     return checks
 
@@ -132,6 +141,7 @@ def verify_vision(golden: GoldenSet, config: VenusConfig, params: Params, report
             picture = decode.read_image(z[f"image{index}_png"].tobytes())
             slices += images.slice_image(picture, case["max_slice_nums"], resolution, patch)
         pixels = [np.asarray(image, np.int64) for image in slices]
+        report.same(f"{name}.slice_sizes", [image.size for image in slices], case["slice_sizes"])
         report.same(f"{name}.slice_u8_sums", [image.sum(axis=(0, 1)) for image in pixels], z["slice_u8_sums"])
         for key in (key for key in z if key.startswith("slice") and key.endswith("_png")):
             index = int(key[len("slice"):-len("_png")])
@@ -150,11 +160,11 @@ def verify_vision(golden: GoldenSet, config: VenusConfig, params: Params, report
         queries = resample(states, inputs.grid_hw)
         counts = inputs.grid_hw.prod(axis=1)
         if (key := "vpm_embeddings_slice0_first256") in z:
-            embedded = tower(inputs.patches[:1, :256], inputs.position_ids[:1, :256], method="embeddings")
-            report.close(f"{name}.{key}", embedded[0], z[key], bound)
+            embedded = tower(inputs.patches[:1], inputs.position_ids[:1], method="embeddings")
+            report.close(f"{name}.{key}", embedded[0, :len(z[key])], z[key], bound)
         report.close(f"{name}.vpm_out_slice0", states[0, :counts[0]], z["vpm_out_slice0"], bound)
         if (key := "vpm_out_slice1_first64") in z:
-            report.close(f"{name}.{key}", states[1, :64], z[key], bound)
+            report.close(f"{name}.{key}", states[1, :len(z[key])], z[key], bound)
         means = [jnp.abs(states[i, :count]).mean() for i, count in enumerate(counts)]
         report.close(f"{name}.vpm_out_mean_abs", means, z["vpm_out_mean_abs"], bound)
         report.close(f"{name}.resampler_out", queries, z["resampler_out"], bound)
@@ -167,7 +177,7 @@ def verify_audio(golden: GoldenSet, config: VenusConfig, params: Params, report:
     report.close("hann", mel.hann_window(), filters["hann"], golden.bound())
     for row in info["placeholder_counts"]:
         for key, streamed in (("plain", False), ("chunked", True)):
-            text = tokens.audio_placeholder(row["samples"], streamed)
+            text = tokens.audio_placeholder(row["samples"], streamed, config.audio.pool_step)
             counts = [text.count("<unk>"), text.count("<|audio_start|>")]
             report.same(f"placeholder_counts.{row['samples']}.{key}", counts,
                         [row[key], row["chunks"] if streamed else 1])
@@ -259,9 +269,12 @@ def _verify_stream(golden, config, params, report):
 
 def _same_processor(report, name, host, frames, unit):
     info = unit["info"]
-    ours = [frames.shape[1], host.base_frame, len(host.buffer), host.base_frame * FRAME_HOP]
-    report.same(f"{name}.processor", ours,
-                [unit["emitted"], info["base_T"], info["buffer_len_samples"], info["left_samples_dropped"]])
+    ours = [frames.shape[1], host.base_frame, len(host.buffer), host.base_frame * FRAME_HOP, host.units]
+    recorded = [unit["emitted"], info["base_T"], info["buffer_len_samples"], info["left_samples_dropped"],
+                info["chunk_number"]]
+    if "left" in unit:
+        ours, recorded = [*ours, len(host.pending)], [*recorded, unit["left"]]
+    report.same(f"{name}.processor", ours, recorded)
 
 
 def verify_tts(golden: GoldenSet, config: VenusConfig, params: Params, report: Report) -> None:
@@ -331,7 +344,6 @@ def _probabilities(raw, step, draw, c):
 
 def _verify_half_duplex(golden, c, params, info, report):
     z = golden.arrays("tts/streaming_generator.npz")
-    conditions = [jnp.asarray(z[key]) for key in sorted(key for key in z if key.startswith("cond"))]
     for row in info["streaming_generator"]:
         kind = row["attention_type"]
         speech = talker_decode.HalfDuplexSpeech(
@@ -339,8 +351,9 @@ def _verify_half_duplex(golden, c, params, info, report):
             talker_decode.Draw(info["temperature"], info["repetition_penalty"], top_p=0.85, top_k=25, greedy=True),
             max_new=row["max_new_token"], block=row["chunk_size"], reference_quirks=True)
         for i, call in enumerate(row["calls"]):
-            blocks = speech.push(conditions[i], last=i == len(row["calls"]) - 1)
+            blocks = speech.push(jnp.asarray(z[f"cond{i}"]), last=i == len(row["calls"]) - 1)
             report.same(f"{kind}.{i}.yielded", sum(blocks, []), sum((block for block, _ in call["yielded"]), []))
+            report.same(f"{kind}.{i}.blocks", [len(block) for block in blocks], [len(b) for b, _ in call["yielded"]])
             state = [speech.position, kv_cache.length(speech.cache)[0], len(speech.codes) - speech.handed_out]
             report.same(f"{kind}.{i}.text_start_pos, kv_len, buffer", state,
                         [call["text_start_pos"], call["kv_len"], call["buffer"]])

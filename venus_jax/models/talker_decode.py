@@ -4,6 +4,7 @@ Both run `decode_codes`: feed a condition, draw, feed the code drawn, until the 
 is never fed back, so a cache holds the condition and all codes but that one.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from venus_jax.config import TalkerConfig
+from venus_jax.errors import CapacityError
 from venus_jax.models.talker import empty_cache, talker
 from venus_jax.nn import kv_cache, logits
 from venus_jax.typing import Array, Bool, Float, Int, Params
@@ -153,6 +155,14 @@ def generate_chunk(params: Params, config: TalkerConfig, ids: Int[Array, "b n"],
     return kept, count, start + lengths + 1 + count, cache, codes
 
 
+@functools.partial(jax.jit, static_argnames=("config", "dtype", "method"))
+def _apply(params, config, dtype, method, *args):
+    return talker(config, dtype).apply({"params": params}, *args, method=method)
+
+
+_decode = jax.jit(decode_codes, static_argnames=("config", "max_new", "window"))
+
+
 class HalfDuplexSpeech:
     """Codes of a whole spoken answer, condition by condition (one session; chat and half-duplex).
 
@@ -164,9 +174,10 @@ class HalfDuplexSpeech:
 
     The end code ends a condition, not the answer. Codes are handed out in blocks of `block`.
 
-    `reference_quirks` reproduces two faults of the reference: "reindex" turns the previous condition's keys as if all
-    had stood at its first place (and lets one key of the second condition into the anchor), and an answer whose last
-    condition runs into `max_new` keeps its last, incomplete block for ever.
+    `reference_quirks` reproduces three faults of the reference: a condition that runs into `max_new` never feeds its
+    last code back, so that later ones do not see it; "reindex" turns the previous condition's keys as if all had stood
+    at its first place (and lets one key of the second condition into the anchor); and an answer whose last condition
+    runs into `max_new` keeps its last, incomplete block for ever.
     """
 
     def __init__(self, params: Params, config: TalkerConfig, key: jax.Array, draw: Draw = Draw(top_p=0.85, top_k=25),
@@ -180,29 +191,36 @@ class HalfDuplexSpeech:
         self._key = key
         self._spans: list[int] = []  # positions each condition and its codes took
         self._previous = None  # embeddings of the last condition and its codes
-        self._decode = jax.jit(decode_codes, static_argnames=("config", "max_new", "window"))
-        self._apply = jax.jit(lambda params, *args, method: talker(config, dtype).apply({"params": params}, *args,
-                                                                                       method=method),
-                              static_argnames="method")
+        self._unfed = None  # embedding of a last code that is still to be fed back
+        self.dtype = jnp.dtype(dtype)
 
     def push(self, condition: Float[Array, "n e"], last: bool = False) -> list[list[int]]:
-        """Speaks one condition (rows of `Talker.condition`); returns the blocks that became full, and on `last` the rest."""
+        """Speaks one condition (rows of `Talker.condition`); returns the blocks that became full, and on `last` the rest.
+
+        Raises:
+          CapacityError: the cache could overflow: an answer too long for this `attention_type`. Nothing has changed.
+        """
         tail = [self.config.text_eos_token_id] * last + [self.config.audio_bos_token_id]
-        tail = self._apply(self.params, jnp.asarray([tail]), method="embed_text")
-        condition = jnp.concatenate([condition[None], tail], axis=1)
+        tail = _apply(self.params, self.config, self.dtype, "embed_text", jnp.asarray([tail]))
+        given = condition = jnp.concatenate([condition[None].astype(self.dtype), tail], axis=1)
         kind = self.config.attention_type
-        given = condition
         if kind == "sliding_recompute" and self._previous is not None:
+            condition = jnp.concatenate([self._previous, given], axis=1)
+        elif self._unfed is not None:
+            condition = jnp.concatenate([self._unfed, given], axis=1)
+        self._check_room(condition.shape[1])
+        if kind == "sliding_recompute":
             self.cache, self.position = kv_cache.reset(self.cache, jnp.array([True])), 0
-            condition = jnp.concatenate([self._previous, condition], axis=1)
         elif kind == "reindex" and len(self._spans) > 1:
             self._anchor()
+        if kind != "sliding_recompute" and self._unfed is not None:
+            self.position -= 1  # the code fed now took its position when it was drawn
 
         history = [-1] * PENALTY_WINDOW + self.codes
         self._key, key = jax.random.split(self._key)
         width = -(-condition.shape[1] // 16) * 16  # few shapes, few programs
         padded = jnp.pad(condition, ((0, 0), (0, width - condition.shape[1]), (0, 0)))
-        codes, self.cache = self._decode(
+        codes, self.cache = _decode(
             self.params, self.config, padded, jnp.array([condition.shape[1]]), jnp.array([self.position]), self.cache,
             key, self.draw, self.max_new, jnp.array([history[-PENALTY_WINDOW:]]),
             self.config.window_size if kind == "sliding_window" else None)
@@ -210,9 +228,22 @@ class HalfDuplexSpeech:
         self.codes += new
         self.position += condition.shape[1] + len(new)
         self._spans.append(given.shape[1] + len(new))
-        spoken = self._apply(self.params, jnp.asarray([new], jnp.int32).reshape(1, -1), method="embed_code")
+        spoken = _apply(self.params, self.config, self.dtype, "embed_code", jnp.maximum(codes.tokens, 0))[:, :len(new)]
         self._previous = jnp.concatenate([given, spoken], axis=1)
+        waits = new and not bool(codes.ended[0]) and not self.reference_quirks
+        self._unfed = spoken[:, -1:] if waits else None
         return self._blocks(last and not (self.reference_quirks and not bool(codes.ended[0])))
+
+    def _check_room(self, length: int) -> None:
+        kind, slots = self.config.attention_type, self.cache.slot_position.shape[1]
+        held = 0 if kind == "sliding_recompute" else int(kv_cache.length(self.cache)[0])
+        if kind == "reindex" and len(self._spans) > 1:
+            held = min(held, self._spans[0] + self._spans[-1])
+        needed = held + length + (self.max_new - 1) * (kind != "sliding_window")
+        if needed > slots:
+            raise CapacityError(f"the talker's cache of {slots} entries could overflow: {held} are held, a condition of "
+                                f"{length} and up to {self.max_new} codes come; lower max_new, or use an attention_type "
+                                "that forgets")
 
     def _anchor(self):
         """Keeps the first and the newest condition and closes the gap between them."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from venus_jax.config import AudioConfig
+from venus_jax.errors import MediaError
 from venus_jax.nn import kv_cache, layers
 from venus_jax.nn.encoder import Encoder
 from venus_jax.typing import Array, Bool, Float, Int
@@ -31,23 +32,23 @@ class Whisper(Encoder):
         self.conv1, self.conv2 = conv(1), conv(2)
         self.position_embed = layers.embedding(self.max_positions, self.hidden_size, self.dtype)
 
-    def convolve(self, mel: Float[Array, "b t c"], before_start: Bool[Array, "b t"] | None = None
-                 ) -> Float[Array, "b t2 d"]:
+    def convolve(self, mel: Float[Array, "b t c"], absent: Bool[Array, "b t"] | None = None) -> Float[Array, "b t2 d"]:
         """conv1, GELU, conv2 (stride 2), GELU: two mel frames an output.
 
-        `before_start` marks frames before the sound began: conv2 must see zeros there, as it does at a clip's edge.
+        `absent` marks frames outside the sound: both convolutions see zeros there, as at the edge of the array.
         """
-        x = nn.gelu(self.conv1(mel.astype(self.dtype)), approximate=False)
-        if before_start is not None:
-            x = jnp.where(before_start[..., None], 0, x)
-        return nn.gelu(self.conv2(x), approximate=False)
+        def inside(x):
+            return x if absent is None else jnp.where(absent[..., None], 0, x)
+
+        x = nn.gelu(self.conv1(inside(mel.astype(self.dtype))), approximate=False)
+        return nn.gelu(self.conv2(inside(x)), approximate=False)
 
     def __call__(self, mel: Float[Array, "b t c"], num_frames: Int[Array, "b"], chunk_frames: int | None = None,
                  reference_quirks: bool = False):
         """Encodes whole clips of at most 30 s.
 
         Args:
-          mel: log-mel, zeros beyond `num_frames`.
+          mel: log-mel; what lies beyond `num_frames` is not heard.
           num_frames: mel frames per clip.
           chunk_frames: encoder frames that see each other and everything earlier; None: all see all.
           reference_quirks: compare encoder frames with mel lengths, as the reference does, so that in a batch the
@@ -55,8 +56,13 @@ class Whisper(Encoder):
 
         Returns:
           states after the final norm `[B, ceil(T/2), D]`, and per-block outputs (None unless `keep_layers`).
+
+        Raises:
+          MediaError: more frames than the position table holds.
         """
-        x = self.convolve(mel)
+        if mel.shape[1] > 2 * self.max_positions:
+            raise MediaError(f"a clip of {mel.shape[1]} mel frames; the audio tower takes at most {2 * self.max_positions}")
+        x = self.convolve(mel, None if reference_quirks else jnp.arange(mel.shape[1]) >= num_frames[:, None])
         index = jnp.arange(x.shape[1])
         limit = num_frames if reference_quirks else (num_frames - 1) // 2 + 1
         mask = (index < limit[:, None])[:, None, None]

@@ -52,10 +52,13 @@ def attend_causal(q: Float[Array, "b t n h"], k: Float[Array, "b t k h"], v: Flo
 
     Args:
       q_chunk: queries scored at once by the XLA form; T need not divide by it.
-      implementation: "xla", "splash" (TPU kernel) or "auto": splash when compiled for TPU and the shape allows it.
+      implementation: "xla", "splash" (TPU kernel) or "auto": splash when compiled for TPU and the shape allows it (T
+        and H multiples of 128, rows and heads that divide over the mesh).
       rules: how batch and heads lie on the mesh; the kernel runs per shard and must be told.
     """
-    kernel_fits = q.shape[1] % 128 == 0 and q.shape[-1] % 128 == 0
+    shards = rules is None or all(rules.divides(logical, size) for logical, size in (
+        ("batch", q.shape[0]), ("heads", q.shape[2]), ("kv_heads", k.shape[2])))
+    kernel_fits = q.shape[1] % 128 == 0 and q.shape[-1] % 128 == 0 and shards
     xla = functools.partial(_chunked, q_chunk=q_chunk)
     if implementation == "xla" or (implementation == "auto" and not kernel_fits):
         return xla(q, k, v, segment_ids)

@@ -45,9 +45,11 @@ def append(cache: KVCache, k: Float[Array, "l b t k h"], v: Float[Array, "l b t 
     slots = positions if slots is None else slots
     slots = jnp.where(positions < 0, size, slots)  # negative indices would wrap
     rows = jnp.arange(positions.shape[0])[:, None]
+    # The layer index is spelled out: `[:, rows, slots]` makes the TPU compiler turn the whole cache over and back.
+    at = jnp.arange(cache.k.shape[0])[:, None, None], rows[None], slots[None]
     return KVCache(
-        cache.k.at[:, rows, slots].set(k.astype(cache.k.dtype), mode="drop"),
-        cache.v.at[:, rows, slots].set(v.astype(cache.v.dtype), mode="drop"),
+        cache.k.at[at].set(k.astype(cache.k.dtype), mode="drop"),
+        cache.v.at[at].set(v.astype(cache.v.dtype), mode="drop"),
         cache.slot_position.at[rows, slots].set(positions, mode="drop"),
         jnp.maximum(cache.next_position, positions.max(axis=1) + 1))
 

@@ -29,11 +29,11 @@ def keep_top_k(scores: Float[Array, "b c"], k) -> Float[Array, "b c"]:
 def keep_top_p(scores: Float[Array, "b c"], p, min_keep=1) -> Float[Array, "b c"]:
     """-inf outside the smallest set of likely tokens whose probability reaches `p`; at least `min_keep` stay.
 
-    A token stays while the probability of all likelier ones is below `p`.
+    A token stays while the probability of all likelier ones is below `p`; with `p` of 1 or more all stay.
     """
     order = jnp.argsort(scores, axis=-1, descending=True, stable=True)
     probability = jax.nn.softmax(jnp.take_along_axis(scores, order, axis=-1), axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    stays = (before < p) | (jnp.arange(scores.shape[-1]) < min_keep)
+    stays = (before < p) | (jnp.asarray(p) >= 1) | (jnp.arange(scores.shape[-1]) < min_keep)
     back = jnp.argsort(order, axis=-1)
     return jnp.where(jnp.take_along_axis(stays, back, axis=-1), scores, -jnp.inf)

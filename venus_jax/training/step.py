@@ -59,10 +59,12 @@ def split_params(params: Params, trainable: Sequence[str]) -> tuple[Params, Para
 
 def init_state(params: Params, trainable: Sequence[str], optimizer: optax.GradientTransformation,
                frozen_dtype: Any) -> TrainState:
-    """The state before the first step: learned parameters in float32, frozen ones in `frozen_dtype`."""
+    """The state before the first step: learned parameters in float32, frozen ones in `frozen_dtype`; all are copies,
+    so that a step that is given the state to consume does not consume `params`.
+    """
     learned, frozen = split_params(params, trainable)
-    learned = jax.tree.map(lambda x: x.astype(jnp.float32), learned)
-    frozen = jax.tree.map(lambda x: x.astype(frozen_dtype), frozen)
+    learned = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), learned)
+    frozen = jax.tree.map(lambda x: jnp.array(x, frozen_dtype, copy=True), frozen)
     return TrainState(jnp.zeros((), jnp.int32), learned, frozen, optimizer.init(learned))
 
 
@@ -92,7 +94,7 @@ def make_loss(config: VenusConfig, rules: Rules | None = None, remat: bool = Tru
         hidden, _ = model.apply({"params": params}, x, batch.positions, batch.segment_ids, method="backbone")
         total, weight = chunked_cross_entropy(hidden, params["llm"]["lm_head"]["kernel"], batch.targets, batch.weights,
                                               config.llm.vocab_size, ce_chunk, rules)
-        return total / jnp.maximum(weight, 1)
+        return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1), 0)
 
     return loss
 
