@@ -12,7 +12,8 @@ candidates=${PYTHON:-python3.11 python3.12 python3.13 python3 python}
 say() { echo "setup_env: $*"; }
 fail() { say "$*" >&2; exit 1; }
 
-suitable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+suitable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1; }
+version_of() { "$1" -c 'import sys; print(sys.version_info[:2])' 2>/dev/null; }
 
 find_python() {
     local candidate
@@ -35,20 +36,25 @@ apt_install() {
 }
 
 # All that decides what .venv holds: an editable install points at its folder; pytest's settings change nothing in it.
-wanted=$(pwd; echo "$extras ${PYTHON:-}"; cat pyproject.toml; sed '/^\[tool:pytest\]/,$d' setup.cfg)
-if [ "$(cat .venv/made_from 2>/dev/null)" = "$wanted" ] && .venv/bin/python -c '' 2>/dev/null; then
+wanted=$(pwd; echo "$extras"; cat pyproject.toml; sed '/^\[tool:pytest\]/,$d; /^ *#/d' setup.cfg)
+# Without PYTHON the Python of an existing .venv stays; with it the versions must agree.
+same_python() { [ -z "${PYTHON:-}" ] || [ "$(version_of "$PYTHON")" = "$(version_of .venv/bin/python)" ]; }
+if [ "$(cat .venv/made_from 2>/dev/null)" = "$wanted" ] && .venv/bin/python -c '' 2>/dev/null && same_python; then
     say ".venv is up to date"
     exit
 fi
 
-if ! python=$(find_python); then
-    [ -z "${PYTHON:-}" ] && apt_install python3 python3-venv && python=$(find_python) ||
-        fail "no Python 3.11 or newer with its venv module among: $candidates. Install one" \
-             "(Debian 12: apt-get install python3 python3-venv) or name it: PYTHON=/where/python bash $0"
+if suitable .venv/bin/python && same_python; then
+    say "bringing .venv up to date"
+else
+    if ! python=$(find_python); then
+        [ -z "${PYTHON:-}" ] && apt_install python3 python3-venv && python=$(find_python) ||
+            fail "no Python 3.11 to 3.13 with its venv module among: $candidates. Install one" \
+                 "(Debian 12: apt-get install python3 python3-venv) or name it: PYTHON=/where/python bash $0"
+    fi
+    say "making .venv with $("$python" --version) ($python)"
+    "$python" -m venv --clear .venv
 fi
-
-say "making .venv with $("$python" --version) ($python)"
-"$python" -m venv --clear .venv
 say "installing venus_jax[$extras] and what it needs into .venv: about 2 GB, a minute or two"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$extras]" ||
     fail "pip could not install the packages, for the reason above; making .venv needs a network, using it does not"

@@ -101,7 +101,9 @@ def test_head_width_follows_from_the_heads_where_it_is_not_given(raw):
     (dict(vocab_size=10**400), "LLMConfig.vocab_size is 1000"),
     (dict(audio_config={"scale_embedding": True}), "audio_config.scale_embedding is True"),
     (dict(vision_config={"hidden_act": "relu"}), "vision_config.hidden_act is 'relu'"),
-    (dict(sliding_window=64), "sliding_window is 64"),
+    (dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1e6}), "rope_parameters.rope_type is 'yarn'"),
+    (dict(use_sliding_window=True), "use_sliding_window is True"),
+    (dict(tts_config={"normalize_projected_hidden": False}), "normalize_projected_hidden is False"),
     (dict(slice_config=[1]), "a value is not of the expected kind"),
     (dict(init_vision="false"), "init_vision is 'false'; expected true or false"),
 ])

@@ -340,10 +340,12 @@ class VenusConfig:
 # Keys of Hugging Face's config that would change the arithmetic, and the only value each may have.
 _ONLY = {
     None: {"model_type": "minicpmo", "tie_word_embeddings": False, "rope_scaling": None, "attention_bias": False,
-           "hidden_act": "silu", "use_sliding_window": False, "sliding_window": None},
+           "hidden_act": "silu", "use_sliding_window": False},
+    "rope_parameters": {"rope_type": "default"},
     "vision_config": {"hidden_act": "gelu_pytorch_tanh"},
     "audio_config": {"activation_function": "gelu", "scale_embedding": False},
-    "tts_config": {"hidden_act": "silu", "projector_type": "mlp", "backbone_model": "llama"}}
+    "tts_config": {"hidden_act": "silu", "projector_type": "mlp", "backbone_model": "llama",
+                   "normalize_projected_hidden": True, "condition_type": "hidden_text_merge"}}
 _PARTS = {"llm": LLMConfig, "audio": AudioConfig, "vision": VisionConfig, "resampler": ResamplerConfig,
           "talker": TalkerConfig, "image": ImageConfig}
 ATTENTION_TYPES = ("full_attention", "sliding_window", "sliding_recompute", "reindex")
