@@ -140,11 +140,11 @@ def test_missing_added_tokens_follow_the_models_rows(bpe):
 
 @pytest.mark.parametrize("kind", ["bpe", "pieces"])
 def test_a_table_with_spare_rows(kind, pieces, tmp_path):
-    if kind == "bpe":  # the four come after the spare rows
-        rows = ROWS + 10
+    if kind == "bpe":  # the four take the first spare rows
+        rows = ROWS + 14
         grown = load_tokenizer(BPE_FILES, rows)
-        assert grown.encode("".join(ADDED_TEXT)) == [rows, rows + 1, rows + 2, rows + 3]
-        assert grown.vocab_size == rows + 4
+        assert grown.encode("".join(ADDED_TEXT)) == [ROWS, ROWS + 1, ROWS + 2, ROWS + 3]
+        assert grown.vocab_size == rows
     else:  # the four are there already
         pieces.save(tmp_path)
         rows = pieces.vocab_size + 10
@@ -155,6 +155,12 @@ def test_a_table_with_spare_rows(kind, pieces, tmp_path):
     grown.save(tmp_path)
     assert_same(load_tokenizer(tmp_path), grown)
     assert_same(load_tokenizer(tmp_path, grown.vocab_size), grown)
+
+
+def test_a_table_with_too_few_spare_rows_grows():
+    grown = load_tokenizer(BPE_FILES, ROWS + 3)
+    assert grown.encode("".join(ADDED_TEXT)) == list(range(ROWS + 3, ROWS + 7)) and grown.vocab_size == ROWS + 7
+    assert grown.decode([ROWS]) == f"<|unused_{ROWS}|>"
 
 
 def test_a_grown_tokenizer_fits_the_table_before_and_after_it_grows(bpe, tmp_path):

@@ -181,16 +181,15 @@ class Tokenizer(abc.ABC):
 def load_tokenizer(directory: str | os.PathLike, vocab_size: int | None = None) -> Tokenizer:
     """Loads the tokenizer stored in a checkpoint directory, published or ours.
 
-    The four tokens `ADDED_TEXT` are found by their text. Where the files lack them they are appended as special tokens
-    whose ids follow the model's rows, so that row i of the grown table is token i; rows between the last known token
-    and the first appended one are called `<|unused_i|>`. The published files have 151,748 ids, the four become
-    151748-151751, and `vocab_size` of the result, 151,752, is what the model has to grow to.
+    The four tokens `ADDED_TEXT` are found by their text. Where the files lack them they become special tokens: the next
+    ids, if the model's table has rows for them, and otherwise the ids that follow its rows, so that row i of the grown
+    table is token i. Rows no token belongs to are called `<|unused_i|>`. The published files have 151,748 ids, the four
+    become 151748-151751, and `vocab_size` of the result, 151,752, is what a table of 151,748 rows has to grow to.
 
     Args:
       directory: holds `tokenizer_config.json` and either `tokenizer.json` or `vocab.json` with `merges.txt` (byte-level
         BPE), or `tokenizer.model` (sentencepiece).
-      vocab_size: rows of the model's embedding table as stored, that is before the four tokens where it lacks them;
-        None: as many as the files have ids.
+      vocab_size: rows of the model's embedding table as stored; None: as many as the files have ids.
 
     Raises:
       TokenizerError: files missing, unreadable or contradicting each other; ids beyond the model's rows; some of the
@@ -222,6 +221,9 @@ def _place_added_tokens(symbols: dict[str, int], base_size: int, vocab_size: int
     if last >= vocab_size:
         raise TokenizerError(f"{source}: the tokenizer has ids up to {last}, the model only {vocab_size} rows")
     following = list(range(vocab_size, vocab_size + len(ADDED_TEXT)))
+    if not own and last + len(ADDED_TEXT) < vocab_size:  # the table has rows to spare: they take the first of them
+        symbols.update(zip(ADDED_TEXT, range(last + 1, vocab_size)))
+        return vocab_size
     if not own:
         symbols.update(zip(ADDED_TEXT, following))
         return vocab_size + len(ADDED_TEXT)
