@@ -29,7 +29,9 @@ flags.DEFINE_enum("dtype", None, ["bfloat16", "float16", "float32"],
 
 def main(argv):
     del argv
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever is killed tidies up as after Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGHUP):  # whoever is killed or hung up on tidies up as after Ctrl-C
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, signal.default_int_handler)
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # a conversion must not take the chips from whoever is using them

@@ -59,5 +59,6 @@ def peak_memory() -> int:
 
 
 def _end(message: str, status: int) -> None:
-    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)  # names in it may hold line breaks
+    print(f"{os.path.basename(sys.argv[0])}: {line}", file=sys.stderr)
     sys.exit(status)

@@ -53,7 +53,7 @@ def test_wrong_flags_exit_1(flags, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_interrupt_is_one_line_and_leaves_nothing(lab, tmp_path, number):
     config = lab.text(100_000)  # 50 MB each of embedding and head, in a file that is one hole
     source = tmp_path / "hf"

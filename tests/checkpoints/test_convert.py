@@ -1,8 +1,12 @@
 """Whole checkpoints there and back, what happens to the added tokens, and everything that must be refused."""
 
 import dataclasses
+import errno
+import fcntl
 import json
 import logging
+import os
+import resource
 import shutil
 
 import jax
@@ -11,7 +15,7 @@ import numpy as np
 import pytest
 
 from venus_jax import sharding
-from venus_jax.checkpoints import hf, store, table
+from venus_jax.checkpoints import files, hf, store, table
 from venus_jax.checkpoints.convert import convert, load_any
 from venus_jax.config import VenusConfig
 from venus_jax.errors import CheckpointError, ConfigError, VenusError
@@ -149,6 +153,15 @@ class TestAddedTokens:
         assert tokenizer.vocab_size == config.llm.vocab_size == 430
         assert [tokenizer.symbols[text] for text in ADDED_TEXT] == [426, 427, 428, 429]
         assert tokenizer.decode([426, 5, 427], skip_special=True) == tokenizer.decode([5])
+
+    def test_special_tokens_listed_as_objects(self, lab, tmp_path):
+        source = lab.make(lab.text())
+        path = source / "tokenizer_config.json"
+        special = [{"content": "<|im_end|>", "special": True}, {"content": "<delegate>"}]
+        path.write_text(json.dumps({**json.loads(path.read_text()), "additional_special_tokens": special}))
+        convert(source, tmp_path / "ours")
+        listed = json.loads((tmp_path / "ours/tokenizer_config.json").read_text())["additional_special_tokens"]
+        assert listed == [special[0], *ADDED_TEXT]
 
     @pytest.mark.parametrize("path", table.VOCAB_PATHS)
     def test_trained_rows_are_kept(self, lab, tmp_path, path):
@@ -290,6 +303,89 @@ class TestRefusals:
         refuse(tmp_path / "empty", "empty: no checkpoint; expected model.safetensors or model.safetensors.index.json "
                r"\(Hugging Face\), or config.json and params/ \(ours\)")
         refuse(tmp_path / "nowhere", "nowhere: no such directory")
+
+    @pytest.mark.parametrize("key, message", [
+        (None, r"config.json: num_hidden_layers stands for 1000000000 layers; \S+model.safetensors has \d+ tensors"),
+        ("vision_config", "config.json: vision_config.num_hidden_layers stands for")])
+    def test_more_layers_than_tensors(self, lab, refuse, key, message):
+        raw = lab.tiny().to_hf()
+        (raw if key is None else raw[key])["num_hidden_layers"] = 10**9
+        refuse(lab.make(lab.tiny(), config_json=raw), message)
+
+    @pytest.mark.parametrize("file, text, message", [
+        ("added_tokens.json", '{"<delegate>": Infinity}', "added token '<delegate>' with the id inf"),
+        ("added_tokens.json", json.dumps({text: -4 + i for i, text in enumerate(ADDED_TEXT)}), "with the id -4"),
+        ("added_tokens.json", json.dumps(dict.fromkeys(ADDED_TEXT, 5)), "the id 5 to '<delegate>' and to '</d"),
+        ("tokenizer_config.json", '{"additional_special_tokens": [7]}', "an added token 7"),
+        ("tokenizer_config.json", '{"additional_special_tokens": "abc"}', "not laid out as expected"),
+        ("tokenizer_config.json", '{"additional_special_tokens": [{"text": "a"}]}', "not laid out as expected"),
+        ("tokenizer.json", '{"added_tokens": [{"id": 3, "content": ["a"]}]}', r"an added token \['a'\]"),
+        ("tokenizer.json", "[" * 100_000, "tokenizer.json: not readable as JSON")])
+    def test_tokenizer_files(self, lab, refuse, file, text, message):
+        source = lab.make(lab.text(), tokenizer=False)
+        (source / file).write_text(text)
+        refuse(source, message)
+
+    @pytest.mark.parametrize("dtype", ["foo", np.int8, "float64"])
+    def test_dtypes_a_file_cannot_hold(self, lab, refuse, golden, dtype):
+        refuse(lab.make(lab.text()), "dtype is .*; expected one of float32, bfloat16, float16", dtype=dtype)
+
+    def test_line_breaks_in_names(self, lab, refuse):
+        source = lab.make(lab.text())
+        lab.write(source, {**lab.read(source), "a\nb": np.zeros(2, np.float32)})
+        refuse(source, r"unused tensor 'a\\nb'")
+
+    def test_names_that_are_too_long(self, lab, refuse, tmp_path):
+        refuse(lab.make(lab.text()), "cannot be written .*too long", target="x" * 300)
+        refuse(tmp_path / ("x" * 300), "xxx: no such directory")
+
+    def test_target_that_is_a_link(self, lab, tmp_path):
+        source = lab.make(lab.text())
+        (tmp_path / "real").mkdir()
+        for link, to in (("new", "real"), ("dangling", "nothing"), ("loop", "loop")):
+            (tmp_path / link).symlink_to(to)
+        convert(source, tmp_path / "new")
+        assert store.is_checkpoint(tmp_path / "real") and (tmp_path / "new").is_symlink()
+        for link in ("dangling", "loop"):
+            with pytest.raises(CheckpointError, match=f"{link}: is a link that leads nowhere"):
+                convert(source, tmp_path / link)
+
+    def test_target_that_cannot_be_replaced(self, lab, refuse, tmp_path, monkeypatch):
+        def rename(*_):  # as for a mount point
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+        (tmp_path / "new").mkdir()
+        monkeypatch.setattr(os, "rename", rename)
+        monkeypatch.setattr(hf.HFCheckpoint, "read", lambda *_: pytest.fail("the work has begun"))
+        refuse(lab.make(lab.text()), "new: cannot be replaced, perhaps a mount point")
+
+    def test_what_a_killed_process_left(self, lab, tmp_path, caplog):
+        source = lab.make(lab.text())
+        host = files._HOST
+        dead, living, foreign, other = (tmp_path / f".{name}.incomplete" for name in (
+            f"new.{host}00000000", f"new.{host}11111111", "new.22222222", f"new.er.{host}00000000"))
+        for path in (dead, living, foreign, other):
+            (path / "params").mkdir(parents=True)
+        handle = os.open(living, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with caplog.at_level(logging.WARNING):
+            convert(source, tmp_path / "new")
+        os.close(handle)
+        assert [path.exists() for path in (dead, living, foreign, other)] == [False, True, True, True]
+        warned = [record.getMessage().split(":")[0] for record in caplog.records]
+        assert sorted(warned) == sorted(map(str, (living, foreign)))
+
+    def test_write_that_the_system_refuses(self, lab, tmp_path, capfd):
+        """The limit on a file's size stands for a full disk: Orbax meets either in threads of its own."""
+        source = lab.make(lab.text(), tokenizer=False)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # of the 218 kB of the embedding
+        try:
+            with pytest.raises(CheckpointError, match="new: cannot be written .*File too large"):
+                convert(source, tmp_path / "new")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert capfd.readouterr().err == "" and [path.name for path in tmp_path.iterdir()] == ["hf"]
 
     def test_target_in_use(self, lab, refuse):
         source = lab.make(lab.text())

@@ -85,10 +85,14 @@ BROKEN = {
     "gap between tensors": ({"v": entry(0, 8), "w": entry(12, 20)}, b"\0" * 20, None, "tensor 'w' begins at byte"),
     "tensors overlap": ({"v": entry(0, 8), "w": entry(4, 12)}, b"\0" * 12, None, "tensor 'w' begins at byte"),
     "unknown dtype": ({"w": entry(0, 8, dtype="F9")}, b"\0" * 8, None,
-                      "'w' has dtype F9; expected one of F32, BF16, F16"),
-    "integers": ({"w": entry(0, 8, dtype="I32")}, b"\0" * 8, None, "'w' has dtype I32"),
+                      "'w' has dtype 'F9'; expected one of F32, BF16, F16"),
+    "integers": ({"w": entry(0, 8, dtype="I32")}, b"\0" * 8, None, "'w' has dtype 'I32'"),
     "offsets against shape": ({"w": entry(0, 8, shape=[3])}, b"\0" * 8, None,
                               r"'w' has 8 bytes, expected 12 for shape \[3\]"),
+    "dtype is a list": ({"w": entry(0, 8, dtype=["F32"])}, b"\0" * 8, None, "'w' has a malformed entry"),
+    "size of 4000 digits": ({"w": entry(0, 8, shape=[10**4000, 10**4000])}, b"\0" * 8, None, "'w' has .*oversized"),
+    "product of 4800 digits": ({"w": entry(0, 8, shape=[2**62] * 260)}, b"\0" * 8, None, "'w' has .*more than 64 axes"),
+    "nested deeply": (b"[" * 100_000, b"", None, "header is not JSON"),
     "negative size": ({"w": entry(0, 8, shape=[-2])}, b"\0" * 8, None, "'w' has a negative"),
     "negative offset": ({"w": entry(-4, 4)}, b"\0" * 8, None, "'w' has a negative"),
     "no offsets": ({"w": {"dtype": "F32", "shape": [2]}}, b"\0" * 8, None, "'w' has a malformed entry"),
@@ -157,7 +161,14 @@ class TestShards:
         self.edit_index(directory, lambda i: i["weight_map"].update({"a.half": "../model.safetensors"}))
         self.refuse(directory, "'../model.safetensors' is not the name of a file beside it")
 
+    def test_index_names_no_file(self, directory):
+        self.edit_index(directory, lambda i: i["weight_map"].update({"a.half": ["x"]}))
+        self.refuse(directory, r"\['x'\] is not the name of a file beside it")
+        self.edit_index(directory, lambda i: i["weight_map"].update({"a.half": "x" * 5000}))
+        self.refuse(directory, "xxx: missing; model.safetensors.index.json puts 'a.half' there")
+
     @pytest.mark.parametrize("text, message", [("{", "not readable as JSON"), ("[]", "expected a JSON object"),
+                                               ("[" * 100_000, "not readable as JSON"),
                                                ("{}", "no weight_map")])
     def test_index_unreadable(self, directory, text, message):
         (directory / "model.safetensors.index.json").write_text(text)

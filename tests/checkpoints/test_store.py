@@ -198,6 +198,21 @@ class TestDamage:
         (saved[0] / "config.json").write_text('{"speed": 1}')
         refuse("config.json: unknown key 'speed'")
 
+    @pytest.mark.parametrize("part, change, message", [
+        ("llm", {"num_layers": None}, "config.json: LLMConfig.num_layers is None"),
+        ("audio", {"num_heads": 3}, "config.json: .*audio.hidden_size must divide by its heads")])
+    def test_config_with_a_wrong_value(self, saved, refuse, part, change, message):
+        path = saved[0] / "config.json"
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps({**config, part: {**config[part], **change}}))
+        refuse(message)
+
+    @pytest.mark.parametrize("text, message", [("{}", "config.json: .*missing 2 required .*'llm' and 'audio'"),
+                                               ("[" * 100_000, "config.json: cannot be read")])
+    def test_config_that_is_none(self, saved, refuse, text, message):
+        (saved[0] / "config.json").write_text(text)
+        refuse(message)
+
 
 class TestSaving:
     def test_params_that_are_not_the_configs(self, saved, tmp_path):

@@ -144,6 +144,8 @@ def test_what_is_no_file_is_named(tmp_path, reader):
     (tmp_path / "empty.mp4").touch()
     with pytest.raises(MediaError, match=r"nowhere\.mp4: no such file"):
         reader(tmp_path / "nowhere.mp4")
+    with pytest.raises(MediaError, match="xxx: cannot be read .*too long"):
+        reader(tmp_path / ("x" * 300))
     with pytest.raises(MediaError, match="is a directory; expected a media file"):
         reader(tmp_path)
     with pytest.raises(MediaError, match=r"empty\.mp4: is empty \(0 bytes\)"):
@@ -173,6 +175,20 @@ def test_truncated_sound_is_named(tmp_path, suffix):
     soundfile.write(tmp_path / f"a.{suffix}", np.stack([tone(44_100)] * 2, 1), 44_100)
     with pytest.raises(MediaError, match=rf"cut_a\.{suffix}: damaged or truncated: \d+ of {SECONDS * 44_100} samples"):
         read_audio(cut(tmp_path / f"a.{suffix}"))
+
+
+def test_mp3_without_a_length_header(tmp_path):
+    """Many encoders write none; the length libsndfile then guesses is no reason to call the file damaged."""
+    path, sound = tmp_path / "plain.mp3", np.random.default_rng(0).normal(size=44_100 * 3) * 3000
+    with av.open(str(path), "w", options={"write_xing": "0"}) as container:
+        stream = container.add_stream("mp3", rate=44_100, layout="mono")
+        for start in range(0, len(sound), 1152):
+            frame = av.AudioFrame.from_ndarray(sound[None, start:start + 1152].astype(np.int16), "s16p", "mono")
+            frame.rate, frame.pts = 44_100, start
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    assert not any(mark in path.read_bytes() for mark in (b"Xing", b"Info"))
+    assert 3 <= len(read_audio(path)) / 16_000 < 3.1
 
 
 def test_a_wav_that_ends_early_is_read_as_far_as_it_goes(tmp_path):
@@ -279,6 +295,18 @@ def test_clips_filmed_sideways_stand_upright(tmp_path, matrix, quarter_turns):
     path.write_bytes(data[:at] + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30) + data[at + len(one):])
     (frame,), _ = read_video(path)
     np.testing.assert_allclose(frame, np.rot90(picture, quarter_turns), atol=40)
+
+
+def test_a_header_with_an_absurd_rate_is_named(tmp_path):
+    soundfile.write(tmp_path / "slow.wav", np.zeros(100), 1)
+    with pytest.raises(MediaError, match=r"slow\.wav: cannot resample from 1 Hz to 16000 Hz; expected rates from 1000"):
+        read_audio(tmp_path / "slow.wav")
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_no_frames_at_all_are_refused(tmp_path, count):
+    with pytest.raises(MediaError, match=f"max_frames is {count}; expected at least 1"):
+        read_video(make_clip(tmp_path / "a.mp4", audio=None), max_frames=count)
 
 
 def test_impossible_rates_are_refused(tmp_path):

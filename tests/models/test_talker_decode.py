@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.models.tiny import CONFIG
+from venus_jax.errors import CapacityError
 from venus_jax.models.talker import empty_cache, talker
 from venus_jax.models.talker_decode import (CHUNK_CODES, PENALTY_WINDOW, Draw, HalfDuplexSpeech, decode_codes,
                                             generate_chunk)
@@ -186,9 +187,12 @@ def test_blocks_lose_nothing(params):
 
 
 def test_everything_said_stays_in_sight_of_full_attention(params):
-    """The third condition is spoken as after one long sequence of conditions and codes; the penalty spans them too."""
+    """The third condition is spoken as after one long sequence of conditions and codes; the penalty spans them too.
+
+    The second ran into its limit: the code drawn last is fed before the third.
+    """
     speech, rows = speech_of(params), []
-    for i, codes in enumerate((3, 4)):
+    for i, codes in enumerate((3, None)):
         before = len(speech.codes)
         say(speech, i, codes)
         bos = text_rows(params, C.audio_bos_token_id)
@@ -197,7 +201,7 @@ def test_everything_said_stays_in_sight_of_full_attention(params):
     say(speech, 2)
     wanted, cache = decode(params, speech, jnp.concatenate([*rows, condition(2)]), history)
     assert speech.codes[len(history):] == wanted
-    assert held(speech.cache) == held(cache) == list(range(speech.position - 1))  # the code drawn last was not fed
+    assert held(speech.cache) == held(cache) == list(range(speech.position - 1))  # the newest waits to be fed
 
 
 def test_sliding_window_keeps_the_newest_entries(params):
@@ -212,7 +216,7 @@ def test_sliding_window_keeps_the_newest_entries(params):
 def test_sliding_recompute_is_a_fresh_run_on_previous_and_current(params):
     speech = speech_of(params, "sliding_recompute")
     say(speech, 0, 3, length=17)  # all lengths are padded to one, 32
-    say(speech, 1, 4)
+    say(speech, 1)
     history = list(speech.codes)
     say(speech, 2, length=8)
     rows = [condition(1), text_rows(params, C.audio_bos_token_id), code_rows(params, history[3:]),
@@ -225,24 +229,34 @@ def test_sliding_recompute_is_a_fresh_run_on_previous_and_current(params):
 def test_reindex_keeps_first_and_previous_side_by_side(params):
     """The fourth condition is spoken as by a talker whose cache was built so by hand, keys turned in float64."""
     speech = speech_of(params, "reindex")
-    for i in range(3):
-        say(speech, i, codes=4)
-        assert held(speech.cache) == list(range(10 * (i + 1)))
+    for i, codes in enumerate((4, 4, None)):
+        say(speech, i, codes)
+    assert held(speech.cache) == list(range(10 + 10 + 11)) and speech.position == 32
     before, history = speech.cache, list(speech.codes)
     say(speech, 3)
-    assert held(speech.cache) == list(range(speech.position - 1)) == list(range(10 + 10 + 6 + MAX_NEW - 1))
+    assert held(speech.cache) == list(range(speech.position - 1)) == list(range(10 + 12 + 6 + MAX_NEW - 1))
 
-    old = np.concatenate([np.arange(10), np.arange(20, 30)])  # the second condition is dropped, the third moves up
-    k, v = (np.asarray(x, np.float64)[:, 0, slots_of(before)[old]] for x in (before.k, before.v))  # [L, 20, K, H]
-    angle = (np.arange(20) - old)[:, None] * C.rope_theta ** (-np.arange(0, C.head_dim, 2) / C.head_dim)
+    old = np.concatenate([np.arange(10), np.arange(20, 31)])  # the second condition is dropped, the third moves up
+    k, v = (np.asarray(x, np.float64)[:, 0, slots_of(before)[old]] for x in (before.k, before.v))  # [L, 21, K, H]
+    angle = (np.arange(21) - old)[:, None] * C.rope_theta ** (-np.arange(0, C.head_dim, 2) / C.head_dim)
     cos, sin, (a, b) = np.cos(angle)[:, None], np.sin(angle)[:, None], np.split(k, 2, axis=-1)
     k = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     cache = kv_cache.append(empty_cache(C, 1, C.max_positions), *(jnp.float32(x)[:, None] for x in (k, v)),
-                            jnp.arange(20)[None])
-    wanted, cache = decode(params, speech, condition(3), history, cache, start=20)
+                            jnp.arange(21)[None])
+    rows = jnp.concatenate([code_rows(params, history[-1:]), condition(3)])  # the code drawn last was not yet fed
+    wanted, cache = decode(params, speech, rows, history, cache, start=21)
     assert speech.codes[len(history):] == wanted
     keys = lambda cache: np.asarray(cache.k)[:, 0, slots_of(cache)]
     np.testing.assert_allclose(keys(speech.cache), keys(cache), rtol=0, atol=1e-4)
 
     say(speech, 4, codes=4)
-    assert held(speech.cache)[:10] == list(range(10)) and speech.position == 10 + 12 + 10
+    assert held(speech.cache) == list(range(10 + 12 + 10)) and speech.position == 10 + 12 + 10
+
+
+def test_an_answer_too_long_for_the_cache_is_refused_unspoken(params):
+    """Rather than losing its newest entries without a word."""
+    config = dataclasses.replace(C, max_positions=10)
+    speech = HalfDuplexSpeech(params["talker"], config, jax.random.key(0), max_new=MAX_NEW)
+    with pytest.raises(CapacityError, match="10 entries"):
+        speech.push(condition(0))
+    assert speech.codes == [] and speech.position == 0 and not held(speech.cache)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.models.tiny import CONFIG
+from venus_jax.errors import MediaError
 from venus_jax.media import mel
 from venus_jax.models import whisper
 from venus_jax.nn import kv_cache
@@ -131,6 +132,15 @@ def test_a_shorter_clip_in_a_batch(clip, frames):
     np.testing.assert_allclose(ours[1, :90], alone, rtol=0, atol=1e-5)
     assert np.abs(reference[1, :90] - alone).max() > 1e-3
     np.testing.assert_array_equal(ours[::2], reference[::2])
+
+
+def test_a_clip_longer_than_the_position_table_is_refused(params):
+    longest = jnp.zeros((1, 2 * C.max_positions, C.num_mel_bins))
+    model = whisper.whisper(C)
+    encode = lambda mel: jax.eval_shape(lambda: model.apply({"params": params["audio"]}, mel, jnp.array([1])))
+    assert encode(longest)[0].shape[1] == C.max_positions
+    with pytest.raises(MediaError, match="605 mel frames.*at most 604"):
+        encode(jnp.pad(longest, ((0, 0), (0, 1), (0, 0))))
 
 
 def test_a_clip_of_an_odd_number_of_frames_in_a_batch(clip, frames):

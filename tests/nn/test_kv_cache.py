@@ -69,7 +69,7 @@ def feed(step, cache, xs, reuse=False, seed=None):
 
 def entries(cache, row):
     """(positions, keys, values) of a row in order of position."""
-    positions, k, v = (np.asarray(x) for x in cache[:3])
+    k, v, positions = (np.asarray(x) for x in cache[:3])
     held = np.flatnonzero(positions[row] >= 0)
     held = held[np.argsort(positions[row, held])]
     return positions[row, held], k[:, row, held], v[:, row, held]

@@ -54,6 +54,8 @@ def test_top_p_at_its_boundary():
     for p, wanted in [(0.0, [1]), (0.49, [1]), (0.51, [1, 3]), (0.74, [1, 3]), (0.76, [0, 1, 3]), (0.9, [0, 1, 2, 3])]:
         assert np.flatnonzero(kept(top_p(row(scores), p), scores)).tolist() == wanted, p
     assert np.flatnonzero(kept(top_p(row(np.zeros(4)), 0.5), np.zeros(4))).tolist() == [0, 1]
+    negligible = np.array([0, -20, -30, -1], np.float32)  # beside these probabilities 1 is reached by rounding
+    assert kept(top_p(row(negligible), 1.0), negligible).all()
 
 
 @examples

@@ -36,11 +36,13 @@ def batch():
 def trained(batch):
     """(state before, the donated state, state after, losses) of five steps on one batch."""
     step = jax.jit(make_train_step(CONFIG, OPTIMIZER, ce_chunk=16), donate_argnums=0)
-    state = jax.jit(lambda params: init_state(params, TRAINABLE, OPTIMIZER, jnp.float32))(tiny.random_params(CONFIG))
+    params = tiny.random_params(CONFIG)
+    state = init_state(params, TRAINABLE, OPTIMIZER, jnp.float32)
     before, given, losses = jax.tree.map(np.array, state), state, []
     for _ in range(5):
         state, metrics = step(state, batch)
         losses.append({key: float(value) for key, value in metrics.items()})
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))  # the state was a copy
     return before, given, state, losses
 
 

@@ -44,7 +44,8 @@ def are_missing(directory: Path, rows: int) -> bool:
     The tokens are looked up by their text. A directory without any tokenizer has them if it has the published size.
 
     Raises:
-      CheckpointError: some of the four but not all, or with ids that neither lie within the rows nor follow them.
+      CheckpointError: some of the four but not all, or with ids that neither lie within the rows nor follow them; or
+        tokenizer files that are not laid out as expected.
     """
     ids, has_tokenizer = _find(directory)
     if not ids:
@@ -61,7 +62,12 @@ def are_missing(directory: Path, rows: int) -> bool:
 
 
 def list_in_tokenizer(directory: Path, first_id: int) -> None:
-    """Names the added tokens, from `first_id` on, in the tokenizer files of `directory`, which it rewrites."""
+    """Names the added tokens, from `first_id` on, in the tokenizer files of `directory`, which it rewrites.
+
+    Raises:
+      CheckpointError: the files are not laid out as expected.
+    """
+    _find(directory)
     ids = dict(zip(ADDED_TEXT, range(first_id, first_id + len(ADDED_TEXT))))
     flags = dict(lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
 
@@ -69,7 +75,7 @@ def list_in_tokenizer(directory: Path, first_id: int) -> None:
         raw.update(ids)
 
     def grow_config(raw: dict[str, Any]) -> None:
-        special = [text for text in raw.get("additional_special_tokens") or [] if text not in ids]
+        special = [token for token in raw.get("additional_special_tokens") or [] if _text(token) not in ids]
         raw["additional_special_tokens"] = [*special, *ids]
         decoder = {str(i): {"content": text, **flags} for text, i in ids.items()}
         raw["added_tokens_decoder"] = {**(raw.get("added_tokens_decoder") or {}), **decoder}
@@ -89,17 +95,30 @@ def _find(directory: Path) -> tuple[dict[str, int], bool]:
     added, config, whole = (read_json(directory / name) if (directory / name).is_file() else {}
                             for name in ("added_tokens.json", "tokenizer_config.json", "tokenizer.json"))
     try:
-        named = [(text, int(i)) for text, i in added.items()]
+        named = list(added.items())
         named += [(token["content"], int(i)) for i, token in (config.get("added_tokens_decoder") or {}).items()]
-        named += [(token["content"], int(token["id"])) for token in whole.get("added_tokens") or []]
+        named += [(token["content"], token["id"]) for token in whole.get("added_tokens") or []]
+        special = list(map(_text, list.copy(config.get("additional_special_tokens") or [])))
     except (AttributeError, KeyError, TypeError, ValueError) as e:
         raise CheckpointError(f"{directory}: the tokenizer's added tokens are not laid out as expected ({e!r})") from e
     if (directory / "tokenizer.model").is_file():
         named += load_tokenizer(directory).symbols.items()
+    owners: dict[int, str] = {}
+    for text, i in [*named, *((text, 0) for text in special)]:
+        if type(text) is not str or type(i) is not int or i < 0:
+            raise CheckpointError(f"{directory}: the tokenizer has an added token {text!r:.60} with the id {i!r:.60}; "
+                                  "expected a text and its id")
     for text, i in named:
+        if owners.setdefault(i, text) != text:
+            raise CheckpointError(f"{directory}: the tokenizer gives the id {i} to {owners[i]!r} and to {text!r}")
         if text in ADDED_TEXT and found.setdefault(text, i) != i:
             raise CheckpointError(f"{directory}: the tokenizer gives {text} the ids {found[text]} and {i}")
     return found, any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model"))
+
+
+def _text(token: Any) -> str:
+    """Of a special token, which is listed as its text or as an object."""
+    return token["content"] if isinstance(token, dict) else token
 
 
 def _update(path: Path, change: Callable[[dict[str, Any]], None], create: bool = False) -> None:

@@ -48,8 +48,9 @@ def convert(source: str | os.PathLike, target: str | os.PathLike, added_tokens: 
       progress: called as bytes are written.
 
     Raises:
-      CheckpointError, ConfigError: `source` is neither or is broken (file and tensor are named), or `target` exists or
-        cannot be written.
+      CheckpointError, ConfigError: `source` is neither or is broken (file and tensor are named), `target` exists or
+        cannot be written, or `dtype` is none of bfloat16, float16 and float32.
+      TokenizerError: its tokenizer files cannot be read.
     """
     if added_tokens not in ADDED_TOKENS:
         raise CheckpointError(f"added_tokens is {added_tokens!r}; expected one of {', '.join(ADDED_TOKENS)}")
@@ -74,6 +75,7 @@ def convert_hf_to_checkpoint(source: str | os.PathLike, target: str | os.PathLik
 def convert_checkpoint_to_hf(source: str | os.PathLike, target: str | os.PathLike, added_tokens: str = AUTO,
                              dtype: Any = None, progress: Progress = lambda nbytes, total: None) -> Report:
     """Exports; arguments and errors as in `convert`."""
+    dtype = None if dtype is None else safetensors_io.known_dtype(dtype)
     checkpoint = store.Checkpoint(source)
     originals = checkpoint.directory / store.HF_DIR
     grown = store.rows_added(checkpoint.directory, checkpoint.config)
@@ -83,7 +85,7 @@ def convert_checkpoint_to_hf(source: str | os.PathLike, target: str | os.PathLik
     config = checkpoint.config
     if cut:
         config = config.replace(llm=dict(vocab_size=config.llm.vocab_size - NUM_ADDED_TOKENS))
-    dtypes = {path: own if dtype is None else np.dtype(dtype) for path, own in checkpoint.dtypes.items()}
+    dtypes = {path: dtype or own for path, own in checkpoint.dtypes.items()}
     total = _nbytes(config, dtypes)
     travelling = files.travelling_files(originals if cut else checkpoint.directory)
     with files.new_directory(target) as scratch:

@@ -51,7 +51,7 @@ def _scratch(final: Path, token: str | None, rename: bool) -> Iterator[Path]:
     """`new_directory`, with the file system's own errors."""
     if final.is_symlink():
         if not final.exists():
-            raise CheckpointError(f"{final}: is a link that leads nowhere; expected a directory that does not exist yet")
+            raise CheckpointError(f"{final}: is a link that leads nowhere; give a directory that does not exist yet")
         final = final.resolve()
     scratch = final.parent / f".{final.name}.{token or _HOST + secrets.token_hex(4)}.incomplete"
     if final.exists():
@@ -83,8 +83,8 @@ def _check_renaming(final: Path, aside: Path) -> None:
     try:
         os.rename(final, aside)
     except OSError as e:
-        raise CheckpointError(f"{final}: cannot be replaced, perhaps a mount point ({e.strerror}); give a directory that "
-                              "does not exist yet") from e
+        raise CheckpointError(f"{final}: cannot be replaced, perhaps a mount point ({e.strerror}); give a directory "
+                              "that does not exist yet") from e
     os.rename(aside, final)
 
 
@@ -100,7 +100,8 @@ def _remove_abandoned(final: Path, scratch: Path) -> None:
                     if abandoned:
                         shutil.rmtree(left, ignore_errors=True)
             if left.exists():
-                logging.warning("%s: another process is writing it, or one that was killed left it; then remove it", left)
+                logging.warning("%s: being written by another process, or left by one that was killed; if so, "
+                                "remove it", left)
 
 
 @contextlib.contextmanager
@@ -122,7 +123,7 @@ def _remove(directory: Path) -> None:
     for _ in range(50):
         shutil.rmtree(directory, ignore_errors=True)
         time.sleep(_QUIET)
-        if not directory.exists():
+        if not os.path.lexists(directory):
             return
 
 

@@ -27,6 +27,8 @@ CONFIG_FILE = "config.json"
 
 _BLOCK_BYTES = 8 * 2**20  # read and turned at once: about what the caches hold
 _EMBED = "llm.model.embed_tokens.weight"
+_LAYER_KEYS = {"llm": "num_hidden_layers", "vision": "vision_config.num_hidden_layers",
+               "audio": "audio_config.encoder_layers", "talker": "tts_config.num_hidden_layers"}
 
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) along every axis
 
@@ -59,6 +61,7 @@ class HFCheckpoint:
     def __init__(self, directory: str | os.PathLike, config: VenusConfig | None = None, add_tokens: bool = True,
                  dtype: Any = None):
         self.directory = Path(os.path.abspath(directory))
+        dtype = None if dtype is None else safetensors_io.known_dtype(dtype)
         self._reader = safetensors_io.Reader(self.directory)
         self._rows_in_file = next(iter(self._shape(_EMBED)), 0)
         if config is None:
@@ -70,11 +73,11 @@ class HFCheckpoint:
             stored = config.replace(llm=dict(vocab_size=config.llm.vocab_size - NUM_ADDED_TOKENS * add_tokens))
         if stored.talker is not None and (rows := next(iter(self._shape(table.UNUSED_EMBED)), 0)):
             stored = stored.replace(talker=dict(unused_vocab_size=rows))
-        self._check(table.hf_shapes(stored))
+        self._check(stored)
         self.rows_added = NUM_ADDED_TOKENS * add_tokens
         self.config = stored.replace(llm=dict(vocab_size=stored.llm.vocab_size + self.rows_added))
         self.rules = table.rules(table.pad_vocab(self.config))
-        self.dtypes = {rule.path: self._dtype(rule) if dtype is None else np.dtype(dtype) for rule in self.rules}
+        self.dtypes = {rule.path: dtype or self._dtype(rule) for rule in self.rules}
         if config is None:
             bfloat16 = self.dtypes[table.VOCAB_PATHS[0]].name == "bfloat16"
             self.config = self.config.replace(dtype="bfloat16" if bfloat16 else "float32")
@@ -138,8 +141,14 @@ class HFCheckpoint:
                 config = config.replace(**{part: None}, **({"resampler": None} if part == "vision" else {}))
         return config
 
-    def _check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+    def _check(self, config: VenusConfig) -> None:
         found = self._reader.tensors
+        for rule in table.rules(config):
+            if rule.layers > len(found):  # before every one of their tensors is listed
+                key = _LAYER_KEYS[rule.path.split("/")[0]]
+                raise CheckpointError(f"{self.directory / CONFIG_FILE}: {key} stands for {rule.layers} layers; "
+                                      f"{self._reader.listing} has {len(found)} tensors in all")
+        expected = table.hf_shapes(config)
         if missing := [name for name in expected if name not in found]:
             raise CheckpointError(f"{self._reader.listing}: missing tensor {store.shorten(missing)}")
         if unused := [name for name in found if name not in expected]:
@@ -215,7 +224,7 @@ def config_text(config: VenusConfig, original: Path) -> str:
     raw = safetensors_io.read_json(original)
     then = VenusConfig.from_hf(raw, str(original))
     absent = {part: None for part in ("vision", "resampler", "audio", "talker") if getattr(config, part) is None}
-    then = then.replace(**absent)
+    then = then.replace(dtype=config.dtype, **absent)  # which follows from the weights
     if then.talker is not None:
         then = then.replace(talker=dict(unused_vocab_size=config.talker.unused_vocab_size))
     if (changed := _changes(then.to_hf(), config.to_hf())):

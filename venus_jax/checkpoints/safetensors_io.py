@@ -27,6 +27,8 @@ MAX_SHARD_BYTES = 5 * 10**9  # as Hugging Face cuts its own
 _DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100 * 10**6  # the library's own limit
+_MAX_NUMBER = 2**63 - 1  # of a size or offset
+_MAX_AXES = 64  # NumPy's limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +66,10 @@ class Reader:
     def __init__(self, directory: str | os.PathLike):
         directory = Path(directory)
         self.tensors: dict[str, Tensor] = {}
-        if (directory / SINGLE_FILE).is_file():  # the file before the index: the order of Hugging Face's own loader
+        if os.path.isfile(directory / SINGLE_FILE):  # the file before the index: the order of Hugging Face's own loader
             self.listing = directory / SINGLE_FILE
             self.tensors = _read_header(self.listing)
-        elif (directory / INDEX_FILE).is_file():
+        elif os.path.isfile(directory / INDEX_FILE):
             self.listing = directory / INDEX_FILE
             self._read_shards(directory)
         else:
@@ -78,10 +80,11 @@ class Reader:
         weight_map = raw.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{self.listing}: no weight_map; expected tensor names with their files")
-        for shard in dict.fromkeys(weight_map.values()):
+        for shard in weight_map.values():
             if not isinstance(shard, str) or Path(shard).name != shard:
-                raise CheckpointError(f"{self.listing}: {shard!r} is not the name of a file beside it")
-            if not (directory / shard).is_file():
+                raise CheckpointError(f"{self.listing}: {shard!r:.80} is not the name of a file beside it")
+        for shard in dict.fromkeys(weight_map.values()):
+            if not os.path.isfile(directory / shard):
                 name = next(n for n, s in weight_map.items() if s == shard)
                 raise CheckpointError(f"{directory / shard}: missing; {INDEX_FILE} puts {name!r} there")
             for name, tensor in _read_header(directory / shard).items():
@@ -166,11 +169,19 @@ class Writer:
         self._missing -= rows.nbytes
 
 
+def known_dtype(dtype: Any) -> np.dtype:
+    """The NumPy dtype of one that files can hold: bfloat16, float16 or float32; CheckpointError for others."""
+    with contextlib.suppress(TypeError):
+        if (found := np.dtype(dtype)) in _CODES:
+            return found
+    raise CheckpointError(f"dtype is {dtype!r}; expected one of {', '.join(map(str, _CODES))}")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; CheckpointError where it cannot be read or is none."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError(f"{path}: not readable as JSON ({e})") from e
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(raw).__name__}")
@@ -188,7 +199,7 @@ def _read_header(path: Path) -> dict[str, Tensor]:
             header = json.loads(f.read(length).decode("utf-8"), object_pairs_hook=lambda pairs: _object(path, pairs))
     except OSError as e:
         raise CheckpointError(f"{path}: cannot be read ({e})") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise CheckpointError(f"{path}: the header is not JSON ({e})") from e
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the header is no JSON object")
@@ -217,13 +228,16 @@ def _tensor(path: Path, name: str, entry: Any, data: int, size: int) -> Tensor:
     """Checks one entry of a header; `data` is where tensors begin, `size` the file's length."""
     try:
         code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        numbers_ok = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        numbers_ok = all(type(n) is int and 0 <= n <= _MAX_NUMBER for n in (*shape, begin, end))
+        known = code in _DTYPES
     except (KeyError, TypeError, ValueError) as e:
         raise CheckpointError(f"{path}: tensor {name!r} has a malformed entry ({e!r})") from e
-    if not numbers_ok:
-        raise CheckpointError(f"{path}: tensor {name!r} has a negative or fractional size or offset")
-    if code not in _DTYPES:
-        raise CheckpointError(f"{path}: tensor {name!r} has dtype {code}; expected one of {', '.join(_DTYPES)}")
+    if not numbers_ok or len(shape) > _MAX_AXES:
+        raise CheckpointError(f"{path}: tensor {name!r} has a negative, fractional or oversized size or offset, or more "
+                              f"than {_MAX_AXES} axes")
+    if not known:
+        raise CheckpointError(f"{path}: tensor {name!r} has dtype {code!r:.60}; expected one of "
+                              f"{', '.join(_DTYPES)}")
     tensor = Tensor(path, _DTYPES[code], shape, data + begin)
     if end - begin != tensor.nbytes:
         raise CheckpointError(f"{path}: tensor {name!r} has {end - begin} bytes, expected {tensor.nbytes} for shape "

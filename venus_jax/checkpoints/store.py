@@ -328,8 +328,8 @@ def _undisturbed(save: Callable[[Any], None]) -> None:
     hook = sys.unraisablehook
     sys.unraisablehook = lambda args: None if str(args.exc_value) == "Event loop is closed" else hook(args)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        saving = pool.submit(call)
-    if (e := saving.exception()) is not None:  # then the hook stays, for the writes in flight
+        e = pool.submit(call).exception()
+    if e is not None:  # then the hook stays, for the writes in flight
         code = re.search(r"os_error_code='(\d+)'", str(e))
         raise (OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(_first_line(e))) from e
     sys.unraisablehook = hook

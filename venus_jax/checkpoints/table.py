@@ -175,7 +175,7 @@ def rules(config: VenusConfig) -> tuple[Rule, ...]:
     out = []
     for part, sizes in _sizes(config).items():
         for paths, names, shape, kind in _TABLE[part]:
-            dims = tuple(sizes.get(d) or int(d) for d in shape.split())
+            dims = tuple(sizes[d] if d in sizes else int(d) for d in shape.split())
             for path, name in zip(_expand(paths), _expand(names), strict=True):
                 name, _, third = name.partition(":")
                 layers = sizes["L"] if "{i}" in name else 0

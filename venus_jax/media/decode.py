@@ -72,10 +72,12 @@ def read_video(path: str | os.PathLike, fps: float = 1.0,
       beginning. See `video_frames`.
 
     Raises:
-      MediaError: missing, empty, damaged or truncated, or without a video track.
+      MediaError: missing, empty, damaged or truncated, or without a video track; `fps` or `max_frames` not positive.
     """
     path = _check_file(path)
     _check_rate(fps)
+    if max_frames < 1:
+        raise MediaError(f"max_frames is {max_frames}; expected at least 1")
     count = max(1, math.ceil(_video_end(path) * fps - 1e-6))
     indices = range(count)
     if count > max_frames:
@@ -142,7 +144,7 @@ def _sound_pieces(path: Path, sample_rate: int) -> Iterator[np.ndarray]:
         yield from _track_pieces(path, sample_rate)
         return
     with file:
-        yield from _resampled(_file_blocks(file, path), file.samplerate, sample_rate)
+        yield from _resampled(_file_blocks(file, path), file.samplerate, sample_rate, path)
 
 
 def _file_blocks(file: soundfile.SoundFile, path: Path) -> Iterator[np.ndarray]:
@@ -153,12 +155,24 @@ def _file_blocks(file: soundfile.SoundFile, path: Path) -> Iterator[np.ndarray]:
         while len(block := file.read(BLOCK, dtype="float32", always_2d=True)):
             read += len(block)
             yield block.mean(1)
-    if read < file.frames:
+    if read < file.frames and _length_is_stated(file.format, path):
         raise MediaError(f"{path}: damaged or truncated: {read} of {file.frames} samples could be read")
 
 
-def _resampled(blocks: Iterable[np.ndarray], in_rate: float, out_rate: float) -> Iterator[np.ndarray]:
-    resampler = Resampler(in_rate, out_rate)
+def _length_is_stated(kind: str, path: Path) -> bool:
+    """Whether the header states the length; for an MP3 without such a header it is a guess from the first frame."""
+    if kind != "MP3":
+        return True
+    with open(path, "rb") as file:
+        head = file.read(1 << 20)
+    return any(mark in head for mark in (b"Xing", b"Info", b"VBRI"))
+
+
+def _resampled(blocks: Iterable[np.ndarray], in_rate: float, out_rate: float, path: Path) -> Iterator[np.ndarray]:
+    try:
+        resampler = Resampler(in_rate, out_rate)
+    except MediaError as e:
+        raise MediaError(f"{path}: {e}") from e
     for block in blocks:
         yield resampler.push(block)
     yield resampler.flush()
@@ -173,7 +187,7 @@ def _track_pieces(path: Path, sample_rate: int) -> Iterator[np.ndarray]:
         first = next(frames, None)
         if first is not None:  # its rate is the one that counts: the header of an HE-AAC track states half of it
             frames = itertools.chain([first], frames)
-            yield from _resampled(_track_blocks(frames, path), first[1].sample_rate, sample_rate)
+            yield from _resampled(_track_blocks(frames, path), first[1].sample_rate, sample_rate, path)
 
 
 def _track_blocks(frames: Iterable[tuple[float, av.AudioFrame]], path: Path) -> Iterator[np.ndarray]:
@@ -241,22 +255,26 @@ def _video_end(path: Path) -> float:
     with _open(path) as container:
         stream = _video_stream(container, path)
         begin = _begin(container)
-        if stream.duration is not None:
-            return float(((stream.start_time or 0) + stream.duration) * stream.time_base) - begin
-        if container.duration is not None:
-            return container.duration / 1e6
+        if container.format.name.startswith(FORMATS_STATING_LENGTH):
+            if stream.duration is not None:
+                return float(((stream.start_time or 0) + stream.duration) * stream.time_base) - begin
+            if container.duration is not None:
+                return container.duration / 1e6
         return max((_packet_end(packet) for packet in container.demux(stream)), default=0.0) - begin
 
 
 # --- containers -----------------------------------------------------------------------------------------------------
 def _check_file(path: str | os.PathLike) -> Path:
     path = Path(path)
-    if not path.exists():
-        raise MediaError(f"{path}: no such file")
-    if path.is_dir():
-        raise MediaError(f"{path}: is a directory; expected a media file")
-    if path.stat().st_size == 0:
-        raise MediaError(f"{path}: is empty (0 bytes); expected a media file")
+    try:
+        if not path.exists():
+            raise MediaError(f"{path}: no such file")
+        if path.is_dir():
+            raise MediaError(f"{path}: is a directory; expected a media file")
+        if path.stat().st_size == 0:
+            raise MediaError(f"{path}: is empty (0 bytes); expected a media file")
+    except OSError as e:
+        raise MediaError(f"{path}: cannot be read ({_reason(e)})") from e
     return path
 
 
@@ -267,6 +285,8 @@ def _open(path: Path) -> Iterator[av.container.InputContainer]:
 
     try:
         with av.open(str(path), metadata_errors="replace") as container:
+            if container.format.name == "tty":  # FFmpeg would draw any text as pictures
+                raise MediaError(f"{path}: is a text; expected a media file")
             yield container
     except av.FFmpegError as e:
         raise MediaError(f"{path}: not a media file, or damaged or truncated ({_reason(e)})") from e

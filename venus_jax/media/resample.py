@@ -6,6 +6,8 @@ import numpy as np
 
 from venus_jax.errors import MediaError
 
+LOWEST_RATE, HIGHEST_RATE = 1_000, 768_000  # Hz; beyond, a header is damaged, and a small file would become a huge one
+
 
 class Resampler:
     """Converts a mono stream from one rate to another (soxr, high quality).
@@ -18,10 +20,11 @@ class Resampler:
         """Rates in Hz.
 
         Raises:
-          MediaError: a rate that is not positive.
+          MediaError: a rate that is not between `LOWEST_RATE` and `HIGHEST_RATE`.
         """
-        if not (in_rate > 0 and out_rate > 0):
-            raise MediaError(f"cannot resample from {in_rate} Hz to {out_rate} Hz; expected positive rates")
+        if not all(LOWEST_RATE <= rate <= HIGHEST_RATE for rate in (in_rate, out_rate)):
+            raise MediaError(f"cannot resample from {in_rate} Hz to {out_rate} Hz; expected rates from "
+                             f"{LOWEST_RATE} to {HIGHEST_RATE} Hz")
         self._stream = None
         if in_rate != out_rate:
             import soxr
