@@ -54,7 +54,8 @@ class Lab:
         rng = np.random.default_rng(0)
         self.write(directory, {name: rng.standard_normal(shape, np.float32).astype(dtype)
                                for name, shape in table.hf_shapes(config).items()}, shards)
-        (directory / "config.json").write_text(json.dumps(config_json or config.to_hf()))
+        (directory / "config.json").write_text(json.dumps(
+            {**(config_json or config.to_hf()), "torch_dtype": np.dtype(dtype).name}))
         for file in TOKENIZER_FILES if tokenizer else ():
             shutil.copyfile(self.tokenizer / file, directory / file)
         if added_tokens:

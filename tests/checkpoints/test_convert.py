@@ -451,3 +451,24 @@ def test_any_box_of_a_parameter_is_that_box_of_the_whole(lab):
         for box in boxes:
             expected = whole[tuple(slice(*bound) for bound in box)]
             assert source.read(rule, box).tobytes() == expected.tobytes(), (rule.path, box)
+
+
+class TestRowsAndTokenizer:
+    """The rows of the table and the ids of the tokenizer must not part."""
+
+    def test_ids_beyond_the_rows_are_refused(self, lab):
+        with pytest.raises(CheckpointError, match="the tokenizer has ids up to 425, but the embedding has 416 rows"):
+            convert(lab.make(lab.text(416)), lab.scratch / "ours")
+
+    def test_spare_rows_are_taken_before_the_table_grows(self, lab):
+        source = lab.make(lab.text(426 + 6))
+        report = convert(source, lab.scratch / "ours")
+        assert report.config.llm.vocab_size == 432 and not report.added
+        for directory in (source, lab.scratch / "ours"):
+            assert load_tokenizer(directory, 432).control.delegate_start == 426
+
+    def test_a_cast_is_said_in_config_json(self, lab):
+        source = lab.make(lab.text(), BF16)
+        convert(source, lab.scratch / "ours", dtype="float32")
+        convert(lab.scratch / "ours", lab.scratch / "back")
+        assert json.loads((lab.scratch / "back" / "config.json").read_text())["torch_dtype"] == "float32"

@@ -41,21 +41,26 @@ def initial_rows(rows: Callable[[int, int], np.ndarray], count: int) -> np.ndarr
 def are_missing(directory: Path, rows: int) -> bool:
     """Whether a table of `rows` rows beside the tokenizer files in `directory` lacks the rows of the added tokens.
 
-    The tokens are looked up by their text. A directory without any tokenizer has them if it has the published size.
+    The tokens are looked up by their text; where no file names them, `load_tokenizer` gives them the next ids, and they
+    have rows if the table reaches that far. A directory without any tokenizer has them if it has the published size.
 
     Raises:
-      CheckpointError: some of the four but not all, or with ids that neither lie within the rows nor follow them; or
-        tokenizer files that are not laid out as expected.
+      CheckpointError: some of the four but not all, or with ids that neither lie within the rows nor follow them; other
+        ids beyond the rows; or tokenizer files that are not laid out as expected.
     """
-    ids, has_tokenizer = _find(directory)
+    ids, last = _find(directory)
+    if last is None:
+        return rows != BASE_VOCAB_SIZE + NUM_ADDED_TOKENS
+    if last >= rows:
+        raise CheckpointError(f"{directory}: the tokenizer has ids up to {last}, but the embedding has {rows} rows")
     if not ids:
-        return has_tokenizer or rows != BASE_VOCAB_SIZE + NUM_ADDED_TOKENS
+        return last + len(ADDED_TEXT) >= rows
     if len(ids) < len(ADDED_TEXT):
         absent = next(text for text in ADDED_TEXT if text not in ids)
         raise CheckpointError(f"{directory}: the tokenizer has {', '.join(ids)} but not {absent}; expected all or none")
     if max(ids.values()) < rows:
         return False
-    if [ids[text] for text in ADDED_TEXT] == list(range(rows, rows + len(ADDED_TEXT))):
+    if sorted(ids.values()) == list(range(rows, rows + len(ADDED_TEXT))):
         return True
     raise CheckpointError(f"{directory}: the tokenizer gives {', '.join(ADDED_TEXT)} the ids "
                           f"{[ids[text] for text in ADDED_TEXT]}, but the embedding has {rows} rows")
@@ -89,15 +94,17 @@ def list_in_tokenizer(directory: Path, first_id: int) -> None:
     _update(directory / "tokenizer.json", grow_tokenizer)
 
 
-def _find(directory: Path) -> tuple[dict[str, int], bool]:
-    """Ids of those added tokens the tokenizer files name, and whether there are such files."""
+def _find(directory: Path) -> tuple[dict[str, int], int | None]:
+    """Ids of those of the four that the tokenizer files name, and the highest id of any other token (None: no files)."""
     found: dict[str, int] = {}
-    added, config, whole = (read_json(directory / name) if (directory / name).is_file() else {}
-                            for name in ("added_tokens.json", "tokenizer_config.json", "tokenizer.json"))
+    added, config, whole, vocab = (read_json(directory / name) if (directory / name).is_file() else {}
+                                   for name in ("added_tokens.json", "tokenizer_config.json", "tokenizer.json",
+                                                "vocab.json"))
     try:
         named = list(added.items())
         named += [(token["content"], int(i)) for i, token in (config.get("added_tokens_decoder") or {}).items()]
         named += [(token["content"], token["id"]) for token in whole.get("added_tokens") or []]
+        named += [*vocab.items(), *((whole.get("model") or {}).get("vocab") or {}).items()]
         special = list(map(_text, list.copy(config.get("additional_special_tokens") or [])))
     except (AttributeError, KeyError, TypeError, ValueError) as e:
         raise CheckpointError(f"{directory}: the tokenizer's added tokens are not laid out as expected ({e!r})") from e
@@ -113,7 +120,7 @@ def _find(directory: Path) -> tuple[dict[str, int], bool]:
             raise CheckpointError(f"{directory}: the tokenizer gives the id {i} to {owners[i]!r} and to {text!r}")
         if text in ADDED_TEXT and found.setdefault(text, i) != i:
             raise CheckpointError(f"{directory}: the tokenizer gives {text} the ids {found[text]} and {i}")
-    return found, any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model"))
+    return found, max((i for text, i in named if text not in ADDED_TEXT), default=-1 if found else None)
 
 
 def _text(token: Any) -> str:

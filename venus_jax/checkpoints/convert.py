@@ -12,6 +12,7 @@ import os
 from typing import Any, Callable
 
 import numpy as np
+from absl import logging
 
 from venus_jax.checkpoints import added_tokens as added_tokens_lib
 from venus_jax.checkpoints import files, hf, safetensors_io, store, table
@@ -64,6 +65,9 @@ def convert_hf_to_checkpoint(source: str | os.PathLike, target: str | os.PathLik
     """Imports; arguments and errors as in `convert`, `added_tokens` False adds no rows."""
     model = hf.HFCheckpoint(source, add_tokens=added_tokens, dtype=dtype)
     total = _nbytes(model.config, model.dtypes)
+    if folders := sorted(p.name for p in model.directory.iterdir() if p.is_dir() and not p.name.startswith(".")):
+        # the released assets/ holds the voice decoder's weights, which are another checkpoint
+        logging.warning("%s: folders are not copied: %s", model.directory, ", ".join(folders))
     with files.new_directory(target) as scratch:
         store.write_config_and_files(scratch, model.config, model.directory)
         store.write_leaves(scratch / store.PARAMS_DIR, ((rule.path, model.read(rule)) for rule in model.rules),
@@ -91,17 +95,24 @@ def convert_checkpoint_to_hf(source: str | os.PathLike, target: str | os.PathLik
     with files.new_directory(target) as scratch:
         hf.write_hf(scratch, config, dtypes, checkpoint.read, lambda nbytes: progress(nbytes, total))
         files.copy_files(travelling, scratch)
-        (scratch / hf.CONFIG_FILE).write_text(hf.config_text(config, originals / hf.CONFIG_FILE), encoding="utf-8")
+        (scratch / hf.CONFIG_FILE).write_text(hf.config_text(
+            config, originals / hf.CONFIG_FILE, dtypes[table.VOCAB_PATHS[0]].name), encoding="utf-8")
     added = f"the {NUM_ADDED_TOKENS} rows of the added tokens {'cut back' if cut else 'kept'}" if grown else ""
     return Report("Hugging Face", config, _count(config), total, added)
 
 
 def load_any(directory: str | os.PathLike, shardings: store.Shardings | None = None,
-             dtype: Any = None) -> tuple[VenusConfig, Params]:
-    """`store.load_checkpoint` or `hf.import_hf`, whichever fits what `directory` holds."""
+             dtype: Any = None, vocab_multiple: int | None = None) -> tuple[VenusConfig, Params]:
+    """`store.load_checkpoint` or `hf.import_hf`, whichever fits what `directory` holds.
+
+    `vocab_multiple` pads the vocabulary in memory: 151,752 rows divide by 8, not by 16 or more.
+    """
     if _is_ours(directory):
-        return store.load_checkpoint(directory, shardings, dtype)
-    return hf.import_hf(directory, dtype=dtype, shardings=shardings)
+        return store.load_checkpoint(directory, shardings, dtype, vocab_multiple)
+    config = None
+    if vocab_multiple is not None:
+        config = hf.HFCheckpoint(directory).config.replace(llm=dict(vocab_multiple=vocab_multiple))
+    return hf.import_hf(directory, config, dtype, shardings)
 
 
 def _is_ours(directory: str | os.PathLike) -> bool:

@@ -128,7 +128,10 @@ def _remove(directory: Path) -> None:
 
 
 def travelling_files(directory: Path) -> list[Path]:
-    """The files of a checkpoint that are neither weights nor its config: tokenizer, preprocessing, generation."""
+    """The files of a checkpoint that are neither weights nor its config: tokenizer, preprocessing, generation.
+
+    Folders and hidden files stay behind.
+    """
     try:
         return sorted(p for p in directory.iterdir() if p.is_file() and p.name not in _OURS
                       and not p.name.startswith(".") and p.suffix not in _WEIGHT_SUFFIXES

@@ -214,20 +214,23 @@ def _block_rows(rule: table.Rule, itemsize: int) -> int:
     return max(1, _BLOCK_BYTES // (itemsize * math.prod(rule.rows[1:])))
 
 
-def config_text(config: VenusConfig, original: Path) -> str:
+def config_text(config: VenusConfig, original: Path, dtype: str) -> str:
     """`config.json` as Hugging Face's loader wants it: the original's text where there is one, with what has changed.
 
-    Keys that we do not read stay as they were; if nothing changed, so does every byte.
+    Keys that we do not read stay as they were; if nothing changed, so does every byte. `dtype` is that of the weights
+    written, which `torch_dtype` (newer: `dtype`) must say.
     """
     if not original.is_file():
-        return json.dumps(config.to_hf(), indent=2) + "\n"
+        return json.dumps(config.to_hf() | {"torch_dtype": dtype}, indent=2) + "\n"
     raw = safetensors_io.read_json(original)
     then = VenusConfig.from_hf(raw, str(original))
     absent = {part: None for part in ("vision", "resampler", "audio", "talker") if getattr(config, part) is None}
     then = then.replace(dtype=config.dtype, **absent)  # which follows from the weights
     if then.talker is not None:
         then = then.replace(talker=dict(unused_vocab_size=config.talker.unused_vocab_size))
-    if (changed := _changes(then.to_hf(), config.to_hf())):
+    changed = _changes(then.to_hf(), config.to_hf())
+    changed |= {key: dtype for key in ("torch_dtype", "dtype") if raw.get(key, dtype) != dtype}
+    if changed:
         return json.dumps(_merge(raw, changed), indent=2, ensure_ascii=False) + "\n"
     return original.read_text(encoding="utf-8")
 
