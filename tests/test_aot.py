@@ -113,7 +113,7 @@ def test_batches_hold_a_second_of_sound_and_a_picture_a_unit():
     from venus_jax.config import audio_9b, omni_9b
 
     batch = aot.abstract_batch(omni_9b(), 32, 2048)
-    assert batch.images.patches.shape == (32, 25, 1024, 588) and batch.mel.shape == (32, 1, 2900, 80)
+    assert batch.images.patches.shape == (32, 25, 1088, 588) and batch.mel.shape == (32, 1, 2900, 80)
     assert aot.abstract_batch(audio_9b(), 32, 2048).mel.shape == (32, 6, 2900, 80)  # 157 units of 13 tokens
 
 

@@ -70,7 +70,7 @@ def test_bfloat16_backbone_is_close(params):
 
     run = jax.jit(run, static_argnums=0)
     text = {"llm": params["llm"]}
-    half = run(TEXT_ONLY.replace(dtype="bfloat16"), jax.tree.map(jnp.bfloat16, text))
+    half = run(TEXT_ONLY.replace(dtype="bfloat16"), jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16), text))
     assert [out.dtype for out in half] == [jnp.bfloat16, jnp.float32]
     for ours, wanted in zip(half, run(TEXT_ONLY, text)):
         assert np.linalg.norm(ours.astype(jnp.float32) - wanted) < 0.03 * np.linalg.norm(wanted)

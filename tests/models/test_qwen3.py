@@ -47,15 +47,15 @@ def test_token_by_token_equals_the_whole(params, ids, logits):
     model = qwen3(C)
 
     @jax.jit
-    def step(cache, token):
-        apply = lambda *args, **kwargs: model.apply({"params": params["llm"]}, *args, **kwargs)
+    def step(params, cache, token):
+        apply = lambda *args, **kwargs: model.apply({"params": params}, *args, **kwargs)
         positions = kv_cache.next_positions(cache, jnp.ones(token.shape, bool))
         hidden, cache, _ = apply(apply(token, method="embed_tokens"), positions, None, cache)
         return cache, apply(hidden, method="logits")
 
     cache = kv_cache.empty(C.num_layers, B, T, C.num_kv_heads, C.head_dim)
     for t in range(T):
-        cache, scores = step(cache, ids[:, t:t + 1])
+        cache, scores = step(params["llm"], cache, ids[:, t:t + 1])
         np.testing.assert_allclose(scores[:, 0], logits[:, t], rtol=0, atol=1e-4)
 
 

@@ -1,5 +1,7 @@
 """Vision tower and resampler: every slice is seen by itself, whatever others and padding lie beside it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +30,8 @@ def inputs(arrays, num_patches=None):
 
 @pytest.fixture(scope="module")
 def encode(params):
-    return jax.jit(lambda images: Frontend(CONFIG).apply({"params": params}, images, method="encode_images"))
+    run = jax.jit(lambda params, images: Frontend(CONFIG).apply({"params": params}, images, method="encode_images"))
+    return functools.partial(run, params)
 
 
 @pytest.fixture(scope="module")

@@ -94,19 +94,19 @@ def test_the_last_code_drawn_is_neither_returned_nor_fed(generate, text):
 def test_scores_are_those_of_one_pass_and_codes_their_likeliest(params, generate, text):
     """Against the talker run once over condition and codes without a cache, and the rules of drawing in plain loops."""
     ids, hidden, lengths = text
-    draw = GREEDY._replace(min_new=jnp.array([26, 26, 26, 0]))
+    draw = GREEDY._replace(min_new=jnp.array([26, 26, 26, 0]), penalty=1.5)  # strong: every count matters
     codes, count, _, _, raw = generate(ids, hidden, lengths, *fresh(), jax.random.key(0), draw)
     model, row = talker(C), 0
-    apply = lambda *args, method: model.apply({"params": params["talker"]}, *args, method=method)
 
     @jax.jit
-    def one_pass(ids, hidden, codes):
+    def one_pass(params, ids, hidden, codes):
+        apply = lambda *args, **kwargs: model.apply({"params": params}, *args, **kwargs)
         bos = apply(jnp.array([[C.audio_bos_token_id]]), method="embed_text")
         x = jnp.concatenate([apply(ids, hidden, method="condition"), bos, apply(codes, method="embed_code")], axis=1)
-        states = model.apply({"params": params["talker"]}, x, jnp.arange(x.shape[1])[None])[0]
+        states = apply(x, jnp.arange(x.shape[1])[None])[0]
         return apply(states[0, ids.shape[1]:], method="logits")
 
-    scores = np.asarray(one_pass(ids[row:row + 1], hidden[row:row + 1], codes[row:row + 1]))
+    scores = np.asarray(one_pass(params["talker"], ids[row:row + 1], hidden[row:row + 1], codes[row:row + 1]))
     np.testing.assert_allclose(raw.scores[row], scores, rtol=0, atol=1e-4)
 
     for row in range(B):
@@ -114,7 +114,7 @@ def test_scores_are_those_of_one_pass_and_codes_their_likeliest(params, generate
         for step, code in enumerate(drawn):
             z = np.asarray(raw.scores[row, step], np.float64) / 0.8
             for c in set(drawn[max(0, step - PENALTY_WINDOW):step]):
-                factor = 1.05 ** drawn[max(0, step - PENALTY_WINDOW):step].count(c)
+                factor = 1.5 ** drawn[max(0, step - PENALTY_WINDOW):step].count(c)
                 z[c] = z[c] * factor if z[c] < 0 else z[c] / factor
             if step < draw.min_new[row]:
                 z[C.eos_token] = -np.inf
