@@ -23,7 +23,7 @@ MAX_NEW, BLOCK = 6, 4
 @pytest.fixture(scope="module")
 def generate(params):
     jitted = jax.jit(generate_chunk, static_argnames=("config", "keep_scores"))
-    return lambda *args: jitted(params["talker"], C, *args, keep_scores=True)
+    return lambda *args, params=params["talker"]: jitted(params, C, *args, keep_scores=True)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +120,15 @@ def test_scores_are_those_of_one_pass_and_codes_their_likeliest(params, generate
                 z[C.eos_token] = -np.inf
             assert z.argmax() == code
     assert len(set(drawn)) > 5, "a talker that repeats itself would not notice a wrong history"
+
+
+def test_the_penalty_looks_back_sixteen_codes(params, generate, text):
+    """A talker whose scores never change goes round its seventeen likeliest codes when repeating costs everything."""
+    steady = {**params["talker"], "layers": jax.tree.map(jnp.zeros_like, params["talker"]["layers"]),
+              "emb_code": jax.tree.map(jnp.ones_like, params["talker"]["emb_code"])}
+    draw = GREEDY._replace(min_new=jnp.array([26] * B), penalty=1e6)
+    codes = np.asarray(generate(*text, *fresh(), jax.random.key(0), draw, params=steady)[0])[0, 1:].tolist()
+    assert len(set(codes[:17])) == 17 and codes[17:] == codes[:7]
 
 
 def test_draws_follow_the_key(generate, text):

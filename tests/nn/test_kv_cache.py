@@ -20,7 +20,8 @@ STACK = Decoder(hidden_size=D, intermediate_size=40, num_layers=LAYERS, num_head
 def params():
     shapes = jax.eval_shape(STACK.init, jax.random.key(0), jnp.zeros((1, 1, D)), jnp.zeros((1, 1), jnp.int32))
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape, np.float32)) / leaf.shape[-2] ** 0.5, shapes)
+    draw = lambda shape: rng.standard_normal(shape, np.float32) / np.float32(np.prod(shape[1:-1])) ** 0.5
+    return jax.tree.map(lambda leaf: jnp.asarray(draw(leaf.shape)), shapes)
 
 
 @pytest.fixture(scope="module")
