@@ -74,14 +74,17 @@ def decode_codes(params: Params, config: TalkerConfig, condition: Float[Array, "
             cache = kv_cache.keep(cache, kv_cache.ranks(cache) >= kv_cache.length(cache)[:, None] - window)
         return hidden, cache
 
+    def cuts(scores):  # two sorts of all codes: most of a draw's time, so only where asked for
+        cut = logits.keep_top_p(scores, draw.top_p, MIN_KEEP)
+        return jnp.where(jnp.asarray(draw.top_k) > 0, logits.keep_top_k(cut, jnp.maximum(draw.top_k, MIN_KEEP)), cut)
+
     def choose(hidden, recent, step, key):
         raw = model.apply({"params": params}, hidden, method="logits")[:, 0]
         raw = raw.at[:, config.eos_token].add(draw.end_bias)
         scores = raw / draw.temperature
         counts = logits.count_tokens(recent, recent >= 0, config.num_audio_tokens)
         scores = logits.frequency_penalty(scores, counts, draw.penalty)
-        cut = logits.keep_top_p(scores, draw.top_p, MIN_KEEP)
-        cut = jnp.where(jnp.asarray(draw.top_k) > 0, logits.keep_top_k(cut, jnp.maximum(draw.top_k, MIN_KEEP)), cut)
+        cut = jax.lax.cond((jnp.asarray(draw.top_p) < 1) | (jnp.asarray(draw.top_k) > 0), cuts, lambda s: s, scores)
         any_before = (recent >= 0).any(axis=1, keepdims=True)
         scores = jnp.where(any_before, cut, scores)
         barred = (step < jnp.broadcast_to(draw.min_new, (batch,)))[:, None] & (

@@ -60,7 +60,9 @@ def overflowed(cache: KVCache) -> Bool[Array, "b"]:
 
 
 def reset(cache: KVCache, rows: Bool[Array, "b"]) -> KVCache:
-    """Forgets the marked rows. Stale numbers stay in `k` and `v` and are masked."""
+    """Forgets the marked rows. Stale numbers stay in `k` and `v` and are masked, which only finite numbers obey: keep
+    NaN and infinity out of a session's input.
+    """
     return cache._replace(slot_position=jnp.where(rows[:, None], -1, cache.slot_position),
                           next_position=jnp.where(rows, 0, cache.next_position))
 
@@ -68,7 +70,8 @@ def reset(cache: KVCache, rows: Bool[Array, "b"]) -> KVCache:
 def reposition(cache: KVCache, new_position: Int[Array, "b s"], theta: float) -> KVCache:
     """Moves entries to other positions (-1 drops one): keys are turned by the difference, slots and values stay.
 
-    This is the reference's un-rotate and re-rotate as one rotation; float32 inside.
+    This is the reference's un-rotate and re-rotate as one rotation; float32 inside. Slot and position are unrelated from
+    then on: append with `free_slots`.
     """
     held = (new_position >= 0) & (cache.slot_position >= 0)
     new_position = jnp.where(held, new_position, -1)
@@ -79,7 +82,7 @@ def reposition(cache: KVCache, new_position: Int[Array, "b s"], theta: float) ->
 def free_slots(cache: KVCache, valid: Bool[Array, "b t"]) -> Int[Array, "b t"]:
     """The first unused slot for each valid entry of a chunk, `S` where none is left (or where not valid).
 
-    For caches that drop entries anywhere: positions and slots are then unrelated.
+    An entry given `S` is dropped by `append` without a sign: check `length` before, `overflowed` cannot tell. For caches that drop entries anywhere: positions and slots are then unrelated.
     """
     size = cache.slot_position.shape[1]
     unused = cache.slot_position < 0

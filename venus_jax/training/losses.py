@@ -17,6 +17,7 @@ def chunked_cross_entropy(hidden: Float[Array, "b t d"], kernel: Float[Array, "d
     Args:
       hidden: states after the final norm.
       kernel: the head, `vocab_rows` columns; those from `vocab_size` on are padding and get no probability.
+      targets: ids below `vocab_size` everywhere, also where the weight is 0.
       weights: 0 where a position is not learned from.
       chunk: positions per step; T is padded up to a multiple.
     """

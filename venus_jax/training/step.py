@@ -51,6 +51,7 @@ def split_params(params: Params, trainable: Sequence[str]) -> tuple[Params, Para
     Raises:
       ConfigError: a name that is not in the tree.
     """
+    trainable = (trainable,) if isinstance(trainable, str) else trainable
     if missing := [name for name in trainable if name not in params]:
         raise ConfigError(f"trainable part {missing[0]!r} is not in this model; it has {', '.join(params)}")
     learned = {name: part for name, part in params.items() if name in trainable}
