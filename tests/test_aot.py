@@ -1,6 +1,5 @@
 """Ahead-of-time compilation for TPUs that are not there: what fits, what does not, and the command."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path

@@ -179,7 +179,7 @@ def abstract_batch(config: VenusConfig, batch_size: int, seq_len: int) -> traini
 
 
 def slice_patches(config: VenusConfig) -> int:
-    """Patches to provide for a slice: its area, and a sixteenth more because both sides are rounded to whole patches."""
+    """Patches to provide for a slice: its area, and a sixteenth more because sides are rounded to whole patches."""
     square = (config.image.scale_resolution // config.vision.patch_size) ** 2
     return square + square // 16
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import zipfile
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import numpy as np
 
