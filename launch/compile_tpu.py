@@ -2,7 +2,7 @@
 
     python launch/compile_tpu.py --config=configs/omni_9b_sft.py --topology=v5e:4x8 --what=train --json=out.json
 
-Needs the TPU compiler: pip install "venus_jax[tpu]". Takes one to some minutes. Exit code 1 if the program does not fit.
+Needs the TPU compiler: pip install "venus_jax[tpu]". Takes one to several minutes. Exit code 1 if the program does not fit.
 """
 
 import os
