@@ -17,16 +17,18 @@ from absl import flags
 from venus_jax import cli, reports
 
 _GOLDEN = flags.DEFINE_string("golden", "tests/golden", "folder of recorded fixtures (audio, checkpoint, llm, ...)")
-_PART = flags.DEFINE_list("part", None, "parts to run: llm, vision, audio, tts; default all")
+_PART = flags.DEFINE_list("part", None, "parts to run: llm, vision, audio, tts, decision, duplex; default all")
 _JSON = flags.DEFINE_string("json", None, "file to write all comparisons to")
 
 
 def main(_):
     from venus_jax.checkpoints import golden, verify  # after the flags: --help stays quick
+    from venus_jax.stream import verify as stream_verify
 
+    runners = verify.PARTS | stream_verify.PARTS
     report = reports.JsonReport(_JSON.value)
-    checks = verify.verify(golden.GoldenSet(_GOLDEN.value), _PART.value or list(verify.PARTS),
-                           emit=lambda check: print(check, flush=True))
+    checks = verify.verify(golden.GoldenSet(_GOLDEN.value), _PART.value or list(runners),
+                           emit=lambda check: print(check, flush=True), runners=runners)
     off = [check for check in checks if not check.ok]
     report.write([dict(part=c.part, name=c.name, error=c.error if math.isfinite(c.error) else None, bound=c.bound,
                        ok=c.ok) for c in checks])

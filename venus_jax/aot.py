@@ -20,6 +20,7 @@ from venus_jax import config as presets
 from venus_jax import sharding
 from venus_jax.config import VenusConfig
 from venus_jax.errors import ConfigError
+from venus_jax.media import images as pictures
 from venus_jax.media.images import VisionInputs
 from venus_jax.models import frontend, whisper
 from venus_jax.nn import kv_cache
@@ -135,7 +136,7 @@ def lower_forward(settings: Any, mesh) -> jax.stages.Lowered:
     params = _with_sharding(params, sharding.param_shardings(params, rules, mesh))
     images = None
     if (v := config.vision) is not None:
-        patches = slice_patches(config)
+        patches = pictures.max_patches(config.image.scale_resolution, v.patch_size)
         images = VisionInputs(shape((b, patches, v.patch_dim), dtype), shape((b, 2), jnp.int32),
                               shape((b, patches), jnp.int32))
     llm, audio = config.llm, config.audio
@@ -168,7 +169,8 @@ def abstract_batch(config: VenusConfig, batch_size: int, seq_len: int) -> traini
     images, unit_tokens = None, 13
     if (v := config.vision) is not None:
         unit_tokens += 2 + config.resampler.num_queries
-        frames, patches = seq_len // unit_tokens, slice_patches(config)
+        frames = seq_len // unit_tokens
+        patches = pictures.max_patches(config.image.scale_resolution, v.patch_size)
         images = VisionInputs(shape((batch_size, frames, patches, v.patch_dim), dtype),
                               shape((batch_size, frames, 2), jnp.int32),
                               shape((batch_size, frames, patches), jnp.int32))
@@ -176,12 +178,6 @@ def abstract_batch(config: VenusConfig, batch_size: int, seq_len: int) -> traini
     return training.Batch(tokens, tokens, shape(tokens.shape, jnp.float32), tokens, tokens, tokens, images,
                           shape((batch_size, clips, 2900, config.audio.num_mel_bins), dtype),
                           shape((batch_size, clips), jnp.int32))
-
-
-def slice_patches(config: VenusConfig) -> int:
-    """Patches to provide for a slice: its area, and a sixteenth more because sides are rounded to whole patches."""
-    square = (config.image.scale_resolution // config.vision.patch_size) ** 2
-    return square + square // 16
 
 
 def compile_report(lowered: jax.stages.Lowered, topology: str) -> dict[str, Any]:

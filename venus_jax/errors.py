@@ -31,3 +31,7 @@ class GoldenError(VenusError):
 
 class ShardingError(VenusError):
     """A mesh or sharding rule that does not fit the devices or the parameter tree."""
+
+
+class GrammarError(VenusError):
+    """A stretch of a session that is not laid out as the grammar says; the message names the position."""

@@ -98,6 +98,50 @@ def test_a_second_may_come_with_more_or_less_as_long_as_it_is_there(speech):
     np.testing.assert_array_equal(stream.push(speech[31_920:48_000]), wanted[1])
 
 
+def test_half_seconds_cut_the_same_stream_finer(speech):
+    """Under the fixed floor they are the frames of a second. Whenever a second is full, what is remembered is the same
+    sound, and so are its last frames, floor and all."""
+    sound = np.tile(speech, 2)[:45 * 16_000] * np.repeat(np.float32([1, 0.01, 0.2]), 15 * 16_000)
+    whole, halves = mel.StreamingMel(), mel.StreamingMel(unit_samples=8000)
+    for k, second in enumerate(sound.reshape(-1, 2, 8000)):
+        wanted = whole.push(second.reshape(-1))
+        for half in (0, 1):
+            got = halves.push(second[half])
+            assert got.shape == (80, 54 if k or half else 52)
+            if half == 1:
+                np.testing.assert_allclose(got, wanted[:, -54:], rtol=0, atol=1e-6)
+            elif k < 4:
+                np.testing.assert_allclose(got, wanted[:, :got.shape[1]], rtol=0, atol=1e-6)
+        np.testing.assert_array_equal(halves.buffer, whole.buffer)
+        np.testing.assert_array_equal(halves.pending, whole.pending)
+        assert halves.base_frame == whole.base_frame
+    assert whole.base_frame == 2000 and halves.units == 2 * whole.units == 90
+
+
+@pytest.mark.parametrize("unit_samples", [16_000, 8000, 6400])
+def test_the_floor_and_the_forgetting_go_by_samples(unit_samples):
+    """A short first unit is padded by 35 ms; with 5 s remembered the floor turns dynamic; at 30 s the oldest 10 go.
+
+    A bang and then silence: the silence stands at the fixed floor's -1.5, until the bang lifts it, until that is gone.
+    """
+    bang, silence = np.ones(unit_samples, np.float32), np.zeros(unit_samples, np.float32)
+    stream = mel.StreamingMel(unit_samples=unit_samples)
+    assert stream.push(bang).min() == -1.5
+    np.testing.assert_array_equal(stream.buffer, np.arange(unit_samples + 480) >= 560)
+    for k in range(1, 480_000 // unit_samples):
+        lifted = stream.push(silence).min() > -1.5
+        heard = (k + 1) * unit_samples + 480
+        assert lifted == (80_000 <= heard < 480_000)
+    assert stream.base_frame == 1000 and len(stream.buffer) == 320_480
+
+
+@pytest.mark.parametrize("unit_samples", [-8000, 0, 1600, 5000, 4800, 12_800])
+def test_unsupported_units_are_refused(unit_samples):
+    with pytest.raises(MediaError, match=f"a unit of {unit_samples} samples; expected a multiple of 1600 .* divides 160"):
+        mel.StreamingMel(unit_samples=unit_samples)
+    assert [mel.unit_frames(n) for n in (3200, 6400, 8000, 16_000)] == [20, 40, 50, 100]
+
+
 @pytest.mark.parametrize("function", [mel.log_mel, mel.clip_log_mel, lambda x: mel.StreamingMel().push(x)])
 def test_wrong_samples_are_refused(function):
     with pytest.raises(MediaError, match=r"floating-point mono samples \[N\], got int16 \[16000\]"):

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from venus_jax.errors import MediaError
 from venus_jax.media.mel import StreamingMel
 from venus_jax.media.mel_jax import FIRST_FRAMES, NUM_FRAMES, init_mel_state, stream_log_mel
 
 UNITS = 45  # two slides of the remembered sound, at units 29 and 39
+SECOND = 16_000
 step = jax.jit(stream_log_mel, donate_argnums=0)
 
 
@@ -26,32 +28,44 @@ def sound(speech):
 
 
 def seconds(sound):
-    return sound.reshape(-1, 16_000)
+    return sound.reshape(-1, SECOND)
 
 
-def run(sound):
-    """[(mel without absent frames, their number)] of one session alone."""
-    state, out, yes = init_mel_state(1), [], np.array([True])
-    for second in seconds(sound):
-        state, mel, num_frames = step(state, second[None], yes, ~yes)
+def run(sound, unit_samples=SECOND):
+    """Mel of every unit of one session alone, absent frames included."""
+    state, out, yes = init_mel_state(1, unit_samples), [], np.array([True])
+    for samples in sound.reshape(-1, unit_samples):
+        state, mel, num_frames = step(state, samples[None], yes, ~yes)
         out.append(np.asarray(mel)[0])
-        assert num_frames[0] == (FIRST_FRAMES if len(out) == 1 else NUM_FRAMES)
+        assert mel.shape[1] == unit_samples // 160 + 4 and num_frames[0] == mel.shape[1] - 2 * (len(out) == 1)
     return out
 
 
-def check(sound, atol=1e-5):
-    reference, floors = StreamingMel(), set()
-    for k, (second, got) in enumerate(zip(seconds(sound), run(sound))):
-        wanted = reference.push(second).T
+def check(sound, unit_samples=SECOND, atol=1e-5):
+    reference, floors = StreamingMel(unit_samples=unit_samples), set()
+    for k, (samples, got) in enumerate(zip(sound.reshape(-1, unit_samples), run(sound, unit_samples), strict=True)):
+        wanted = reference.push(samples).T
         floors.add(float(wanted.min()))
-        assert (got[:NUM_FRAMES - len(wanted)] == 0).all(), "frames before the stream's start are zeros"
-        np.testing.assert_allclose(got[NUM_FRAMES - len(wanted):], wanted, rtol=0, atol=atol, err_msg=f"unit {k}")
+        absent = len(got) - len(wanted)
+        assert (got[:absent] == 0).all(), "frames before the stream's start are zeros"
+        np.testing.assert_allclose(got[absent:], wanted, rtol=0, atol=atol, err_msg=f"unit {k}")
     return floors
 
 
-def test_equals_recomputation_of_everything(sound):
-    floors = check(sound)
+@pytest.mark.parametrize("unit_samples, units", [(SECOND, 70), (8000, 90), (6400, 80)])
+def test_equals_recomputation_of_everything(sound, unit_samples, units):
+    """With seconds, half seconds, and units that are no part of a second; past the first slide, at 30 s."""
+    floors = check(np.tile(sound, 2)[:units * unit_samples], unit_samples)
     assert len(floors) > 4, "the sound never changes the floor: the test would not notice a wrong one"
+
+
+def test_units_of_another_length_than_the_state_s_are_refused():
+    call = lambda unit_samples: stream_log_mel(init_mel_state(4), jnp.zeros((4, unit_samples)), *2 * [jnp.zeros(4, bool)])
+    with pytest.raises(MediaError, match="4 units of 8000 samples; the state is of 4 sessions with units of 16000"):
+        call(8000)
+    for function in (call, lambda n: init_mel_state(4, n)):
+        with pytest.raises(MediaError, match="a unit of 12000 samples; expected a multiple of 1600"):
+            function(12_000)
 
 
 @pytest.mark.parametrize("at, when", [
@@ -119,5 +133,5 @@ def test_state_is_small_and_keeps_its_shapes():
     state = init_mel_state(4)
     after, mel, _ = jax.eval_shape(stream_log_mel, state, jnp.zeros((4, 16_000)), *2 * [jnp.zeros(4, bool)])
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
-    assert mel.shape == (4, NUM_FRAMES, 80) and mel.dtype == jnp.float32
+    assert mel.shape == (4, NUM_FRAMES, 80) and NUM_FRAMES == FIRST_FRAMES + 2 == 104 and mel.dtype == jnp.float32
     assert sum(x.nbytes for x in jax.tree.leaves(state)) < 4 * 5000  # 30 s of sound would be 1.9 MB a row

@@ -23,7 +23,7 @@ MAX_NEW, BLOCK = 6, 4
 @pytest.fixture(scope="module")
 def generate(params):
     jitted = jax.jit(generate_chunk, static_argnames=("config", "keep_scores"))
-    return lambda *args, params=params["talker"]: jitted(params, C, *args, keep_scores=True)
+    return lambda *args, params=params["talker"]: jitted(params, C, *args[:7], True, *args[7:])
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,10 @@ def text():
     rng = np.random.default_rng(0)
     return (rng.integers(0, C.num_text_tokens, (B, N)), rng.standard_normal((B, N, CONFIG.llm.hidden_size), np.float32),
             np.array([N, 0, 3, 5]))
+
+
+def keys(seed, batch=B):
+    return jax.random.split(jax.random.key(seed), batch)
 
 
 def fresh():
@@ -55,7 +59,7 @@ def two_chunks(generate, text, draws, key=0):
     (start, cache), out = fresh(), []
     for i, draw in enumerate(draws):
         codes, count, start, cache, _ = generate(np.roll(ids, i, axis=1), hidden, lengths, start, cache,
-                                                 jax.random.key(key + i), draw)
+                                                 keys(key + i), draw)
         out.append((np.asarray(codes), np.asarray(count)))
     return out, start, cache
 
@@ -77,11 +81,69 @@ def test_rows_speak_as_if_alone(generate, text):
         assert held(cache, row) == held(own_cache)
 
 
+def row_of(tree, row):
+    """Row `row` of arrays that are all `[B, ...]` or, in a cache, `[L, B, ...]`."""
+    return jax.tree.map(lambda x: x[:, row:row + 1] if x.ndim == 5 else x[row:row + 1], tree)
+
+
+def test_rows_come_and_go_as_if_alone(generate, text):
+    """Sampled, every row with its own key, limits, cuts and pauses over four units, equals that row in a batch of one."""
+    rows, rng = 3, np.random.default_rng(1)
+    ids, hidden, lengths = (x[:rows] for x in text)
+    activity = np.array([[1, 0, 1], [1, 1, 0], [0, 0, 0], [1, 1, 1]], bool)
+    limits = np.array([[25, 25, 3], [6, 25, 25], [5, 5, 5], [12, 0, 13]])
+    draw = Draw(jnp.array([0.8, 1.2, 0.5]), jnp.array([1.05, 1.0, 2.0]), jnp.array([26, 4, 0]), jnp.array([1, 0.9, 1.0]),
+                jnp.array([0, 0, 7]), jnp.array([0.0, 2.0, 0.0]), jnp.array([False, False, False]))
+    state = jnp.zeros(rows, jnp.int32), empty_cache(C, rows, SLOTS)
+    alone = [row_of(state, row) for row in range(rows)]
+    for unit, (active, limit) in enumerate(zip(activity, limits)):
+        given = np.roll(ids, unit, axis=1), np.where(active[:, None, None], hidden, np.nan), lengths
+        before, key = state, keys(unit, rows)
+        codes, count, *state, raw = generate(*given, *before, key, draw, active, limit)
+        assert (count <= limit).all() and (count[~active] == 0).all() and (raw.drawn[~active] == 0).all()
+        for row in range(rows):
+            if active[row]:
+                own = row_of((*given,), row), row_of((key, draw, limit), row)
+                own_codes, own_count, *alone[row], _ = generate(*own[0], *alone[row], *own[1][:2], None, own[1][2])
+                assert own_count[0] == count[row]
+                np.testing.assert_array_equal(own_codes[0], codes[row])
+            else:
+                assert (codes[row] == -1).all()
+                jax.tree.map(np.testing.assert_array_equal, row_of(state, row), row_of(list(before), row))
+            assert state[0][row] == alone[row][0][0]
+            assert held(state[1], row) == held(alone[row][1]) == list(range(int(state[0][row])))
+    assert len({*np.asarray(codes[0]).tolist()}) > 5, "a row that repeats itself would not notice another's key"
+
+
+def test_a_limit_is_met_exactly_and_stops_only_its_row(generate, text):
+    """The codes are the first of the unlimited ones; the limit is traced, and counted in codes, not in draws."""
+    limit = jnp.array([25, 0, 12, 13])
+    ample, *_ = generate(*text, *fresh(), keys(0), GREEDY._replace(min_new=jnp.full(B, 26)), None, jnp.full(B, 25))
+    codes, count, start, cache, raw = generate(*text, *fresh(), keys(0), GREEDY._replace(min_new=limit + 1), None, limit)
+    assert count.tolist() == limit.tolist() and raw.drawn.tolist() == (limit + 1).tolist()
+    for row, n in enumerate(limit.tolist()):
+        np.testing.assert_array_equal(codes[row, :n], ample[row, :n])
+        assert (codes[row, n:] == -1).all()
+        assert held(cache, row) == list(range(int(text[2][row]) + 1 + n)) and start[row] == text[2][row] + 1 + n
+
+
+def test_a_window_forgets_nothing_of_a_row_that_pauses(params):
+    """Though the row holds more than the window keeps."""
+    cache = empty_cache(C, 2, 32)
+    entries = jnp.ones((C.num_layers, 2, 20, C.num_kv_heads, C.head_dim))
+    cache = kv_cache.append(cache, entries, entries, jnp.tile(jnp.arange(20), (2, 1)))
+    speak = jax.jit(decode_codes, static_argnames=("config", "max_new", "window"))
+    codes, after = speak(params["talker"], C, jnp.ones((2, 3, C.hidden_size)), jnp.array([3, 3]), jnp.array([20, 20]), cache,
+                         keys(0, 2), Draw(min_new=9), 4, window=10, active=jnp.array([True, False]))
+    assert codes.drawn.tolist() == [4, 0] and held(after, 0) == list(range(16, 26))
+    jax.tree.map(np.testing.assert_array_equal, row_of(after, 1), row_of(cache, 1))
+
+
 def test_the_last_code_drawn_is_neither_returned_nor_fed(generate, text):
     """25 codes of 26 draws; the cache holds the condition and the returned codes, at consecutive positions."""
     ids, hidden, lengths = text
     draw = GREEDY._replace(min_new=jnp.array([26, 26, 4, 1]), end_bias=1e4)
-    codes, count, start, cache, raw = generate(ids, hidden, lengths, *fresh(), jax.random.key(0), draw)
+    codes, count, start, cache, raw = generate(ids, hidden, lengths, *fresh(), keys(0), draw)
     assert codes.shape == (B, CHUNK_CODES) and count.tolist() == [25, 25, 4, 1]
     assert raw.drawn.tolist() == [26, 26, 5, 2] and raw.ended.tolist() == [False, False, True, True]
     for row in range(B):
@@ -95,7 +157,7 @@ def test_scores_are_those_of_one_pass_and_codes_their_likeliest(params, generate
     """Against the talker run once over condition and codes without a cache, and the rules of drawing in plain loops."""
     ids, hidden, lengths = text
     draw = GREEDY._replace(min_new=jnp.array([26, 26, 26, 0]), penalty=1.5)  # strong: every count matters
-    codes, count, _, _, raw = generate(ids, hidden, lengths, *fresh(), jax.random.key(0), draw)
+    codes, count, _, _, raw = generate(ids, hidden, lengths, *fresh(), keys(0), draw)
     model, row = talker(C), 0
 
     @jax.jit
@@ -127,19 +189,19 @@ def test_the_penalty_looks_back_sixteen_codes(params, generate, text):
     steady = {**params["talker"], "layers": jax.tree.map(jnp.zeros_like, params["talker"]["layers"]),
               "emb_code": jax.tree.map(jnp.ones_like, params["talker"]["emb_code"])}
     draw = GREEDY._replace(min_new=jnp.array([26] * B), penalty=1e6)
-    codes = np.asarray(generate(*text, *fresh(), jax.random.key(0), draw, params=steady)[0])[0, 1:].tolist()
+    codes = np.asarray(generate(*text, *fresh(), keys(0), draw, params=steady)[0])[0, 1:].tolist()
     assert len(set(codes[:17])) == 17 and codes[17:] == codes[:7]
 
 
 def test_draws_follow_the_key(generate, text):
     ids, hidden, lengths = (np.repeat(x[:1], B, axis=0) for x in text)
     speak = lambda key, **changes: np.asarray(generate(
-        ids, hidden, lengths, *fresh(), jax.random.key(key),
+        ids, hidden, lengths, *fresh(), keys(key),
         GREEDY._replace(greedy=False, min_new=jnp.array([26] * B), **changes))[0])
     codes = speak(1)
     np.testing.assert_array_equal(codes, speak(1))
     assert (codes != speak(2)).mean() > 0.5
-    assert (codes[0] != codes[1]).any()  # equal rows draw for themselves
+    assert (codes[0] != codes[1]).any()  # equal rows with keys of their own
     np.testing.assert_array_equal(speak(3, temperature=1e-4)[0], speak(4, temperature=1e-4)[0])
 
 
@@ -177,7 +239,7 @@ def decode(params, speech, rows, history, cache=None, start=0):
     codes, cache = jax.jit(decode_codes, static_argnames=("config", "max_new", "window"))(
         params["talker"], dataclasses.replace(speech.config, attention_type="sliding_recompute"),
         jnp.pad(rows, ((0, 32 - len(rows)), (0, 0)))[None], jnp.array([len(rows)]),
-        jnp.array([start]), cache, jax.random.key(9), speech.draw, MAX_NEW, jnp.array([history]), None)
+        jnp.array([start]), cache, keys(9, 1), speech.draw, MAX_NEW, jnp.array([history]), None)
     return codes.tokens[0, :int(codes.drawn[0]) - int(codes.ended[0])].tolist(), cache
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.models.tiny import CONFIG
 from venus_jax.errors import MediaError
 from venus_jax.media import mel
-from venus_jax.models import whisper
+from venus_jax.models import frontend, whisper
 from venus_jax.nn import kv_cache
 
 C = CONFIG.audio
@@ -28,10 +28,10 @@ def frames(golden):
     return np.stack([mel.log_mel(speech[start:start + 8 * mel.UNIT_SAMPLES]).T for start in (0, 160_000, 320_000)])
 
 
-def unit(frames, k):
+def unit(frames, k, size=mel.UNIT_FRAMES):
     """Unit k of one stretch with its context; zeros stand for what was before the first."""
-    start = k * mel.UNIT_FRAMES
-    return np.pad(frames, ((CONTEXT, 0), (0, 0)))[start:start + FRAMES]
+    start = k * size
+    return np.pad(frames, ((CONTEXT, 0), (0, 0)))[start:start + size + 2 * CONTEXT]
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,34 @@ def test_stream_equals_the_whole_clip_under_the_chunk_mask(step, clip, frames):
                     np.testing.assert_array_equal(a, b)
     assert kv_cache.length(cache).tolist() == [done[row] * STATES for row in range(ROWS)] == [250, 250, 200]
     assert step.func._cache_size() == 1
+
+
+def test_half_seconds_equal_the_whole_clip_under_a_finer_mask(step, clip, frames):
+    wanted = clip(frames[:, :CLIP], [CLIP] * ROWS, STATES // 2)
+    assert np.abs(wanted - clip(frames[:, :CLIP], [CLIP] * ROWS)).max() > 1e-3  # the grain is heard
+    cache, yes, states = whisper.empty_cache(C, ROWS), np.array([True] * ROWS), []
+    for k in range(2 * UNITS):
+        x = np.stack([unit(rows, k, mel.unit_frames(8000)) for rows in frames])
+        part, cache = step(x, yes & (k == 0), yes, cache)
+        states.append(part)
+    np.testing.assert_allclose(np.concatenate(states, axis=1), wanted[:, :UNITS * STATES], rtol=0, atol=1e-5)
+
+
+def test_half_seconds_of_a_full_stream_start_again_by_their_own_count(step, frames):
+    """Where cached + 27 reaches the limit of 302: after eleven units, where seconds do after five."""
+    cache, yes, lengths = whisper.empty_cache(C, ROWS), np.array([True] * ROWS), []
+    for k in range(13):
+        _, cache = step(np.stack([unit(rows, k, 50) for rows in frames]), yes & (k == 0), yes, cache)
+        lengths.append(int(kv_cache.length(cache)[1]))
+    assert lengths == [*range(25, 276, 25), 25, 50] and not kv_cache.overflowed(cache).any()
+
+
+@pytest.mark.parametrize("unit_samples, embeddings", [(3200, 2), (8000, 5), (16_000, 10)])
+def test_a_unit_is_so_many_embeddings(params, unit_samples, embeddings):
+    x, row = jnp.zeros((2, mel.unit_frames(unit_samples) + 2 * CONTEXT, C.num_mel_bins)), jnp.array([True, False])
+    encode = lambda params, *args: frontend.Frontend(CONFIG).apply({"params": params}, *args, method="encode_stream")
+    embeds, _ = jax.eval_shape(encode, params, x, row, row, whisper.empty_cache(C, 2))
+    assert embeds.shape == (2, embeddings, CONFIG.llm.hidden_size)
 
 
 def test_a_full_stream_starts_again_at_the_reference_s_moment(step, frames):

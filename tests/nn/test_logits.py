@@ -85,3 +85,15 @@ def test_cuts_see_through_tokens_already_barred():
     scores = np.array([-np.inf, 1.0, -np.inf, 3.0], np.float32)
     assert kept(top_p(row(scores), 0.99, 3), scores).tolist() == [False, True, False, True]
     assert kept(top_k(row(scores), 3), scores).tolist() == [False, True, False, True]
+
+
+def test_a_row_s_limit_is_its_own():
+    """Rows of a batch with one limit each are cut as alone with it."""
+    scores = jnp.asarray(np.random.default_rng(0).integers(-8, 8, (4, C)) / 2, jnp.float32)
+    counts = jnp.asarray(np.random.default_rng(1).integers(0, 4, (4, C)))
+    for function, limits in [(logits.keep_top_k, [1, 4, 0, C + 3]), (logits.keep_top_p, [0.3, 1.0, 0.0, 0.95]),
+                             (lambda s, x: logits.frequency_penalty(s, counts, x), [1.0, 1.05, 0.5, 2.0])]:
+        together = jax.jit(function)(scores, jnp.array(limits))
+        for row, limit in enumerate(limits):
+            np.testing.assert_array_equal(together[row], jax.jit(function)(scores, limit)[row])
+        assert len({float(jnp.where(jnp.isfinite(cut), cut, 0).sum()) for cut in together}) == 4

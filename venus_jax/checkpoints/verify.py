@@ -25,14 +25,22 @@ from venus_jax.nn import kv_cache, layers, logits
 from venus_jax.typing import Params
 
 
-def verify(golden: GoldenSet, parts: list[str], emit: Callable[[Check], None] = lambda check: None) -> list[Check]:
+Runner = Callable[[GoldenSet, VenusConfig, Params, Report], Any]
+
+
+def verify(golden: GoldenSet, parts: list[str], emit: Callable[[Check], None] = lambda check: None,
+           runners: dict[str, Runner] | None = None) -> list[Check]:
     """Runs the named parts and returns their checks in order.
+
+    Args:
+      runners: part -> what runs it; `PARTS` by default, to which higher rooms add theirs.
 
     Raises:
       GoldenError: an unknown part or an incomplete set.
     """
-    if unknown := [part for part in parts if part not in PARTS]:
-        raise GoldenError(f"part {unknown[0]!r} is unknown; parts are {', '.join(PARTS)}")
+    runners = PARTS if runners is None else runners
+    if unknown := [part for part in parts if part not in runners]:
+        raise GoldenError(f"part {unknown[0]!r} is unknown; parts are {', '.join(runners)}")
     root = golden.path("checkpoint/config.json").parent
     config = HFCheckpoint(root, add_tokens=False).config.replace(dtype="float32")
     _, params = import_hf(root, config, dtype=jnp.float32)
@@ -43,7 +51,7 @@ def verify(golden: GoldenSet, parts: list[str], emit: Callable[[Check], None] = 
         if needs.get(part, config.llm) is None:
             raise GoldenError(f"{root}: this checkpoint has nothing to run part {part!r} with")
         try:
-            PARTS[part](golden, config, params, report)
+            runners[part](golden, config, params, report)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, FlaxError) as e:
             after = f" after {report.checks[-1].name!r}" if report.checks else ""
             raise GoldenError(f"{golden.root}: part {part!r} is not of the expected layout{after} "
@@ -291,7 +299,7 @@ def verify_tts(golden: GoldenSet, config: VenusConfig, params: Params, report: R
         ids, hidden = z[f"c{index}.llm_ids"], z[f"c{index}.llm_hidden"]
         ids, hidden = (np.pad(x, [(0, longest - len(x))] + [(0, 0)] * (x.ndim - 1))[None] for x in (ids, hidden))
         return generate(params, c, ids, hidden, jnp.array([len(z[f"c{index}.llm_ids"])]), start, cache,
-                        jax.random.key(0), draw, keep_scores=True)
+                        jax.random.key(0)[None], draw, keep_scores=True)
 
     slots = sum(row["n_cond"] + talker_decode.CHUNK_CODES for row in info["talker"] if "n_cond" in row)
     fresh = lambda: (jnp.array([0]), talker.empty_cache(c, 1, slots))
@@ -385,5 +393,5 @@ def _verify_processors(golden, info, report):
             report.close(f"{name}.{key}", ours[0], recorded, golden.bound("tts.raw_logits"))
 
 
-PARTS: dict[str, Callable[[GoldenSet, VenusConfig, Params, Report], Any]] = {
+PARTS: dict[str, Runner] = {
     "llm": verify_llm, "vision": verify_vision, "audio": verify_audio, "tts": verify_tts}

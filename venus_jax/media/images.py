@@ -118,6 +118,14 @@ def patchify(slices: Sequence[Image.Image], side: int = POSITIONS_PER_SIDE, patc
     return VisionInputs(patches, grid_hw, position_ids)
 
 
+def max_patches(scale_resolution: int = SCALE_RESOLUTION, patch: int = PATCH_SIZE) -> int:
+    """Patches to provide for a slice: its area, and one more a side because sides are rounded to whole patches.
+
+    Pictures longer than about 20 times their width can need more; `patchify` refuses them by name.
+    """
+    return (scale_resolution // patch + 1) ** 2
+
+
 @functools.lru_cache(maxsize=1024)
 def position_bucket(n: int, side: int = POSITIONS_PER_SIDE) -> np.ndarray:
     """Rows of a position table of `side` that `n` patches along an axis use: int32 [n], read-only.

@@ -1,4 +1,4 @@
-"""Log-mel spectra as the model's audio tower hears them: whole clips, and the one-second units of a live stream.
+"""Log-mel spectra as the model's audio tower hears them: whole clips, and the units of a live stream.
 
 NumPy, on the host. `mel_jax.stream_log_mel` is `StreamingMel` for use inside a jitted step; the sizes both follow are
 here. The rules are those of the reference's Whisper feature extractor and of its "exact" streaming processor.
@@ -21,13 +21,15 @@ DYNAMIC_RANGE = 8.0  # decades below the loudest value that the "dynamic" floor 
 
 CLIP_SAMPLES = 30 * SAMPLE_RATE  # a clip is heard in items of at most 30 s
 
-# One unit of a stream is a second. The first is padded in front to 1035 ms and 1030 ms of it are used, so that its last
-# frame with context (and one redundant frame more) is complete; 80 samples stay behind for ever.
+# A unit of a stream is the reference's second unless said otherwise. The first is padded in front by 35 ms, of which 30
+# are used, so that its last frame with context (and one redundant frame more) is complete; 80 samples stay behind for
+# ever.
 UNIT_SAMPLES = SAMPLE_RATE
 UNIT_FRAMES = UNIT_SAMPLES // FRAME_HOP
+EMBEDDING_SAMPLES = 10 * FRAME_HOP  # the audio tower makes one embedding of ten frames
 REDUNDANCY = 2  # frames repeated from, and borrowed for, the neighbouring units: the context of the convolutions
-FIRST_PADDED = 16_560
-FIRST_SAMPLES = 16_480
+PADDING = 560
+LEFT_BEHIND = 80
 DYNAMIC_FROM = 5 * SAMPLE_RATE  # samples heard before the dynamic floor replaces the fixed one
 SLIDE_AT = 30 * SAMPLE_RATE  # samples at which the stream forgets its oldest `SLIDE_BY`
 SLIDE_BY = 10 * SAMPLE_RATE
@@ -111,11 +113,26 @@ def clip_log_mel(samples: np.ndarray) -> np.ndarray:
     return log_mel(np.pad(samples, (0, silence)))[:, :-(-len(samples) // FRAME_HOP)]
 
 
+def unit_frames(unit_samples: int) -> int:
+    """Mel frames that one unit of a stream adds.
+
+    Raises:
+      MediaError: a length that holds no whole number of embeddings, at least two, or that does not divide the 10 s by
+        which a stream forgets.
+    """
+    if unit_samples < 2 * EMBEDDING_SAMPLES or unit_samples % EMBEDDING_SAMPLES or SLIDE_BY % unit_samples:
+        raise MediaError(f"a unit of {unit_samples} samples; expected a multiple of {EMBEDDING_SAMPLES} (0.1 s), at "
+                         f"least {2 * EMBEDDING_SAMPLES}, that divides {SLIDE_BY} (10 s)")
+    return unit_samples // FRAME_HOP
+
+
 class StreamingMel:
     """Log-mel frames of a live stream, one unit a call, by recomputing the whole remembered sound each time.
 
     Frame t of the stream is centred on its sample 160 t, where sample 0 lies 560 before the client's first. Unit k is
-    frames 100 k - r to 100 k + 99 + r with r = `redundancy`; unit 0 has nothing in front: 102 frames, then 104.
+    frames u k - r to u k + u - 1 + r with u = `unit_frames` and r = `redundancy`; unit 0 has nothing in front: 102
+    frames of a second, then 104. Units of another length cut the same signal at another grain; the floor and the
+    forgetting go by samples, as with units of a second.
 
     Attributes:
       buffer: float32 samples remembered, less than 30 s.
@@ -124,29 +141,31 @@ class StreamingMel:
       units: units emitted.
     """
 
-    def __init__(self, redundancy: int = REDUNDANCY):
+    def __init__(self, redundancy: int = REDUNDANCY, unit_samples: int = UNIT_SAMPLES):
+        """Raises MediaError for an unsupported `unit_samples`: see `unit_frames`."""
         self.redundancy = redundancy
+        self.unit_samples, self.unit_frames = unit_samples, unit_frames(unit_samples)
         self.buffer = np.zeros(0, np.float32)
         self.pending = np.zeros(0, np.float32)
         self.base_frame = 0
         self.units = 0
 
     def push(self, samples: np.ndarray) -> np.ndarray:
-        """Takes the client's next second and returns the unit's frames.
+        """Takes the client's next samples and returns the unit's frames.
 
         Args:
-          samples: floating [N], 16 kHz mono; 16,000 a unit. A short first second is padded with zeros in front.
+          samples: floating [N], 16 kHz mono; `unit_samples` a unit. A short first unit is padded with zeros in front.
 
         Returns:
-          float32 [80, 100 + 2 r], in unit 0 [80, 100 + r].
+          float32 [80, u + 2 r], in unit 0 [80, u + r].
 
         Raises:
           MediaError: too few samples for the unit, or not floating-point mono; nothing is consumed.
         """
         received = np.concatenate([self.pending, _mono(samples)])
         if self.units == 0:
-            received = np.pad(received, (max(0, FIRST_PADDED - len(received)), 0))
-        used = UNIT_SAMPLES if self.units else FIRST_SAMPLES
+            received = np.pad(received, (max(0, self.unit_samples + PADDING - len(received)), 0))
+        used = self.unit_samples if self.units else self.unit_samples + PADDING - LEFT_BEHIND
         if len(received) < used:
             raise MediaError(f"unit {self.units} has {len(received)} samples; expected at least {used}")
         self.buffer = np.concatenate([self.buffer, received[:used]])
@@ -155,9 +174,9 @@ class StreamingMel:
             self.buffer = self.buffer[SLIDE_BY:]
             self.base_frame += SLIDE_BY // FRAME_HOP
         mel = log_mel(self.buffer, "fixed" if len(self.buffer) < DYNAMIC_FROM else "dynamic")
-        start = self.units * UNIT_FRAMES - self.base_frame
+        start = self.units * self.unit_frames - self.base_frame
         self.units += 1
-        return mel[:, max(0, start - self.redundancy):start + UNIT_FRAMES + self.redundancy]
+        return mel[:, max(0, start - self.redundancy):start + self.unit_frames + self.redundancy]
 
 
 def _mono(samples: np.ndarray) -> np.ndarray:

@@ -1,10 +1,10 @@
 """`mel.StreamingMel` as a pure function on arrays, for use inside a jitted step.
 
-The NumPy class recomputes up to 30 s each second because the dynamic floor is the maximum over all of it. Only that
-maximum is needed, so the state holds the last 1080 samples and one number a unit, not 30 s of sound:
+The NumPy class recomputes up to 30 s for each unit because the dynamic floor is the maximum over all of it. Only that
+maximum is needed, so the state holds the last 1080 samples and two numbers a unit (R units are 30 s), not the sound:
 
-* `loudest[u % 30]` is the maximum over the 100 frames that unit u completed;
-* `edge[u % 30]` is the maximum over the first two frames of a buffer that begins with unit u. They see the sound
+* `loudest[u % R]` is the maximum over the frames that unit u completed;
+* `edge[u % R]` is the maximum over the first two frames of a buffer that begins with unit u. They see the sound
   reflected at the buffer's start, and are computed while that sound is at hand;
 * the newest frame sees the sound reflected at its end, and is computed anew in each unit.
 
@@ -23,23 +23,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from venus_jax.config import FRAME_HOP
+from venus_jax.errors import MediaError
 from venus_jax.media import mel
 from venus_jax.typing import Array, Bool, Float, Int
 
+# Of a unit of one second.
 NUM_FRAMES = mel.UNIT_FRAMES + 2 * mel.REDUNDANCY  # of every unit but the first
 FIRST_FRAMES = mel.UNIT_FRAMES + mel.REDUNDANCY
 
-# Offsets in samples, counted from the first sample that a unit's first frame sees.
+# Offsets in samples from the first sample that a unit's first frame sees; `_SPAN` and `_NEXT` less the unit's length.
 _HALF = mel.FFT_SIZE // 2
-_UNSEEN = mel.FIRST_PADDED - mel.FIRST_SAMPLES  # received with a unit, used by the next
-_TAIL = mel.REDUNDANCY * FRAME_HOP + _HALF + mel.FIRST_PADDED - mel.UNIT_SAMPLES  # where the client's second begins
-_SPAN = _TAIL - _UNSEEN + mel.UNIT_SAMPLES  # where the unit's samples end
-_NEXT = mel.UNIT_SAMPLES + mel.REDUNDANCY * FRAME_HOP + _HALF  # where a buffer that begins with the next unit would
-_OVERHANG = NUM_FRAMES * FRAME_HOP + mel.FFT_SIZE - _SPAN  # by how much the frame after the unit's last exceeds `_SPAN`
-
-_SLIDE_UNITS = mel.SLIDE_BY // mel.UNIT_SAMPLES
-_RING = mel.SLIDE_AT // mel.UNIT_SAMPLES  # units a buffer can hold
-_FIXED_UNITS = -(-(mel.DYNAMIC_FROM - mel.FIRST_SAMPLES) // mel.UNIT_SAMPLES)  # units under the fixed floor
+_TAIL = mel.REDUNDANCY * FRAME_HOP + _HALF + mel.PADDING  # where the samples the client sends for the unit begin
+_SPAN = _TAIL - mel.LEFT_BEHIND  # where the unit's samples end
+_NEXT = mel.REDUNDANCY * FRAME_HOP + _HALF  # where a buffer that begins with the next unit would
+_OVERHANG = 2 * mel.REDUNDANCY * FRAME_HOP + mel.FFT_SIZE - _SPAN  # of the frame after the unit's last, beyond `_SPAN`
 
 
 def _bases() -> tuple[np.ndarray, np.ndarray]:
@@ -60,67 +57,87 @@ class MelState(NamedTuple):
 
     tail: Float[Array, "b 1080"]  # the last samples received
     unit: Int[Array, "b"]  # units emitted
-    loudest: Float[Array, "b 30"]  # log10 power, by unit
-    edge: Float[Array, "b 30"]
+    loudest: Float[Array, "b r"]  # log10 power, by unit of the last 30 s
+    edge: Float[Array, "b r"]
 
 
-def init_mel_state(batch: int) -> MelState:
-    """The state before any sound. Zeros stand for the padding in front of the first unit, which is silence."""
+def init_mel_state(batch: int, unit_samples: int = mel.UNIT_SAMPLES) -> MelState:
+    """The state before any sound. Zeros stand for the padding in front of the first unit, which is silence.
+
+    Raises:
+      MediaError: an unsupported length of a unit, see `mel.unit_frames`.
+    """
+    mel.unit_frames(unit_samples)
+
     def silence():  # two arrays: a state is donated, and a buffer can be given away only once
-        return jnp.full((batch, _RING), mel.LOG_FLOOR, jnp.float32)
+        return jnp.full((batch, mel.SLIDE_AT // unit_samples), mel.LOG_FLOOR, jnp.float32)
 
     return MelState(jnp.zeros((batch, _TAIL), jnp.float32), jnp.zeros((batch,), jnp.int32), silence(), silence())
 
 
 def stream_log_mel(
     state: MelState,
-    samples: Float[Array, "b 16000"],
+    samples: Float[Array, "b n"],
     valid: Bool[Array, "b"],
     reset: Bool[Array, "b"],
-) -> tuple[MelState, Float[Array, "b 104 80"], Int[Array, "b"]]:
-    """One unit of every session.
+) -> tuple[MelState, Float[Array, "b u+4 80"], Int[Array, "b"]]:
+    """One unit of every session; its length N is that of `samples`, 16,000 for a second.
 
     Args:
-      state: from `init_mel_state` or the previous call.
-      samples: float32, the second the client has just recorded: 16 kHz mono in [-1, 1].
-      valid: rows that have a second; other rows keep their state and get zeros.
-      reset: rows that begin anew with this second.
+      state: from `init_mel_state` for units of this length, or the previous call.
+      samples: float32, what the client has just recorded: 16 kHz mono in [-1, 1].
+      valid: rows that have a unit; other rows keep their state and get zeros.
+      reset: rows that begin anew with this unit.
 
     Returns:
-      The new state; float32 frames 100 k - 2 to 100 k + 101 of the session's unit k; and how many of them exist:
-      104, in unit 0 `FIRST_FRAMES` = 102, in rows that are not valid 0. Frames that do not exist are zeros: in unit 0
-      these are rows 0 and 1, in front of the stream's start, so that every unit is aligned alike.
+      The new state; with u = N / 160, float32 frames u k - 2 to u k + u + 1 of the session's unit k; and how many of
+      them exist: u + 4 (`NUM_FRAMES` = 104), in unit 0 u + 2 (`FIRST_FRAMES` = 102), in rows that are not valid 0.
+      Frames that do not exist are zeros: in unit 0 these are rows 0 and 1, in front of the stream's start, so that
+      every unit is aligned alike.
+
+    Raises:
+      MediaError: an unsupported length (see `mel.unit_frames`), or a state made for another.
     """
-    state = _choose(reset, init_mel_state(samples.shape[0]), state)
+    batch, size = samples.shape
+    fresh = init_mel_state(batch, size)
+    if state.loudest.shape != fresh.loudest.shape:
+        raise MediaError(f"{batch} units of {size} samples; the state is of {state.loudest.shape[0]} sessions with "
+                         f"units of {mel.SLIDE_AT // state.loudest.shape[1]}")
+    total = mel.unit_frames(size) + 2 * mel.REDUNDANCY
+    span, next_unit = size + _SPAN, size + _NEXT
+    ring, slide = mel.SLIDE_AT // size, mel.SLIDE_BY // size  # units a buffer holds at most, and forgets at once
+    fixed = -(-(mel.DYNAMIC_FROM - mel.PADDING + mel.LEFT_BEHIND) // size) - 1  # units under the fixed floor
+
+    state = _choose(reset, fresh, state)
     heard = jnp.concatenate([state.tail, samples.astype(jnp.float32)], 1)
-    sound = heard[:, :_SPAN]
+    sound = heard[:, :span]
     # The unit's frames, the one after them, and the first two of a buffer that would begin with the next unit. The last
     # three see a reflection and count for the maximum only.
-    after = sound[:, _SPAN - 1 - _OVERHANG:-1][:, ::-1]
-    before_next = sound[:, _NEXT + 1:_NEXT + 1 + _HALF][:, ::-1]
-    next_unit = sound[:, _NEXT:_NEXT + _HALF + FRAME_HOP]
+    after = sound[:, span - 1 - _OVERHANG:-1][:, ::-1]
+    before_next = sound[:, next_unit + 1:next_unit + 1 + _HALF][:, ::-1]
+    next_start = sound[:, next_unit:next_unit + _HALF + FRAME_HOP]
     frames = jnp.concatenate([_frames(jnp.concatenate([sound, after], 1)),
-                              _frames(jnp.concatenate([before_next, next_unit], 1))], 1)
+                              _frames(jnp.concatenate([before_next, next_start], 1))], 1)
     log = jnp.log10(jnp.maximum(jnp.matmul(_power(frames), _FILTERS, precision="highest"), 10**mel.LOG_FLOOR))
     peak = log.max(-1)
 
-    slots, slot = jnp.arange(_RING)[None], (state.unit % _RING)[:, None]
-    completed = peak[:, 2 * mel.REDUNDANCY:NUM_FRAMES].max(1, keepdims=True)
+    slots, slot = jnp.arange(ring)[None], (state.unit % ring)[:, None]
+    completed = peak[:, 2 * mel.REDUNDANCY:total].max(1, keepdims=True)
     loudest = jnp.where(slots == slot, completed, state.loudest)
-    next_edge = peak[:, NUM_FRAMES + 1:].max(1, keepdims=True)
-    edge = jnp.where(slots == (slot + 1) % _RING, next_edge, state.edge)
+    next_edge = peak[:, total + 1:].max(1, keepdims=True)
+    edge = jnp.where(slots == (slot + 1) % ring, next_edge, state.edge)
 
-    # The buffer begins with unit 0, from unit 29 on with unit 10, from unit 39 on with unit 20, ...
-    begin = _SLIDE_UNITS * jnp.maximum((state.unit + 1) // _SLIDE_UNITS - (_RING // _SLIDE_UNITS - 1), 0)[:, None]
-    unit_of_slot = state.unit[:, None] - (slot - slots) % _RING
+    # With units of a second the buffer begins with unit 0, from unit 29 on with unit 10, from unit 39 on with 20, ...
+    begin = slide * jnp.maximum((state.unit + 1) // slide - (ring // slide - 1), 0)[:, None]
+    unit_of_slot = state.unit[:, None] - (slot - slots) % ring
     in_buffer = jnp.where(unit_of_slot >= begin, loudest, mel.LOG_FLOOR)
-    at_start = jnp.where(slots == begin % _RING, edge, mel.LOG_FLOOR)
-    top = jnp.concatenate([in_buffer, at_start, peak[:, NUM_FRAMES:NUM_FRAMES + 1]], 1).max(1)
-    floor = jnp.where(state.unit < _FIXED_UNITS, mel.LOG_FLOOR, top - mel.DYNAMIC_RANGE)
-    out = (jnp.maximum(log[:, :NUM_FRAMES], floor[:, None, None]) + 4) / 4
+    at_start = jnp.where(slots == begin % ring, edge, mel.LOG_FLOOR)
+    top = jnp.concatenate([in_buffer, at_start, peak[:, total:total + 1]], 1).max(1)
+    floor = jnp.where(state.unit < fixed, mel.LOG_FLOOR, top - mel.DYNAMIC_RANGE)
+    out = (jnp.maximum(log[:, :total], floor[:, None, None]) + 4) / 4
 
-    num_frames = jnp.where(valid, jnp.where(state.unit == 0, FIRST_FRAMES, NUM_FRAMES), 0)
-    exists = jnp.arange(NUM_FRAMES)[None] >= NUM_FRAMES - num_frames[:, None]
+    num_frames = jnp.where(valid, jnp.where(state.unit == 0, total - mel.REDUNDANCY, total), 0)
+    exists = jnp.arange(total)[None] >= total - num_frames[:, None]
     new_state = MelState(heard[:, -_TAIL:], state.unit + 1, loudest, edge)
     return _choose(valid, new_state, state), jnp.where(exists[:, :, None], out, 0), num_frames
 

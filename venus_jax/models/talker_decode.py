@@ -1,7 +1,7 @@
 """Drawing speech codes from the talker: the duplex chunk of one unit, and the half-duplex stream of a whole answer.
 
 Both run `decode_codes`: feed a condition, draw, feed the code drawn, until the end code or a limit. The code drawn last
-is never fed back, so a cache holds the condition and all codes but that one.
+is never fed back, so a cache holds the condition and all codes but that one. Rows share nothing but the program.
 """
 
 import functools
@@ -19,9 +19,9 @@ from venus_jax.typing import Array, Bool, Float, Int, Params
 
 
 class Draw(NamedTuple):
-    """How codes are drawn. Arrays or numbers, traced: changing them compiles nothing.
+    """How codes are drawn. Numbers, or `[B]` with one a row; traced: changing them compiles nothing.
 
-    `min_new`: draws before which the end code is barred, int or `[B]`. `top_p` 1 and `top_k` 0 switch cuts off.
+    `min_new`: draws before which the end code is barred. `top_p` 1 and `top_k` 0 switch cuts off.
     `end_bias` is added to the end code's score. `greedy`: the likeliest code instead of a draw.
     """
 
@@ -49,7 +49,8 @@ MIN_KEEP = 3  # codes that survive every cut
 
 def decode_codes(params: Params, config: TalkerConfig, condition: Float[Array, "b n e"], lengths: Int[Array, "b"],
                  start: Int[Array, "b"], cache: kv_cache.KVCache, key: jax.Array, draw: Draw, max_new: int,
-                 history: Int[Array, "b w"] | None = None, window: int | None = None, keep_scores: bool = False
+                 history: Int[Array, "b w"] | None = None, window: int | None = None, keep_scores: bool = False,
+                 active: Bool[Array, "b"] | None = None, limit: Int[Array, "b"] | None = None
                  ) -> tuple[Codes, kv_cache.KVCache]:
     """Draws up to `max_new` codes per row.
 
@@ -58,50 +59,56 @@ def decode_codes(params: Params, config: TalkerConfig, condition: Float[Array, "
       condition: embeddings of the condition, the first `lengths` rows of each count (at least one).
       start: position of the condition's first row.
       cache: earlier entries; must have room for `lengths + max_new - 1` more.
+      key: `[B]` keys; a row's draws follow its own key alone.
       history: the last `PENALTY_WINDOW` codes before this call, -1 where none; None: the penalty starts afresh and the
         first draw is neither penalised nor cut.
       window: keep only the newest `window` entries of the cache after every step.
       keep_scores: also return the head's raw scores (for parity tests); otherwise `Codes.scores` has no rows.
+      active: rows that speak; the others draw nothing, and their cache stays as it is bit for bit. None: all.
+      limit: draws of each row at most, where that is less than `max_new`; at least 1.
     """
     model = talker(config, condition.dtype)
     batch, width = condition.shape[:2]
+    draw = Draw(*(jnp.broadcast_to(field, (batch,)) for field in draw))
+    active = jnp.ones((batch,), bool) if active is None else active
+    limit = jnp.minimum(max_new, max_new if limit is None else limit)
     recent = jnp.full((batch, PENALTY_WINDOW), -1) if history is None else history
 
     def feed(cache, x, positions):
         slots = kv_cache.free_slots(cache, positions >= 0)
         hidden, cache, _ = model.apply({"params": params}, x, positions, None, cache, slots)
         if window is not None:
-            cache = kv_cache.keep(cache, kv_cache.ranks(cache) >= kv_cache.length(cache)[:, None] - window)
+            newest = kv_cache.ranks(cache) >= kv_cache.length(cache)[:, None] - window
+            cache = kv_cache.keep(cache, newest | (positions < 0).all(axis=1, keepdims=True))
         return hidden, cache
 
     def cuts(scores):  # two sorts of all codes: most of a draw's time, so only where asked for
         cut = logits.keep_top_p(scores, draw.top_p, MIN_KEEP)
-        return jnp.where(jnp.asarray(draw.top_k) > 0, logits.keep_top_k(cut, jnp.maximum(draw.top_k, MIN_KEEP)), cut)
+        return jnp.where(draw.top_k[:, None] > 0, logits.keep_top_k(cut, jnp.maximum(draw.top_k, MIN_KEEP)), cut)
 
-    def choose(hidden, recent, step, key):
+    def choose(hidden, recent, step):
         raw = model.apply({"params": params}, hidden, method="logits")[:, 0]
         raw = raw.at[:, config.eos_token].add(draw.end_bias)
-        scores = raw / draw.temperature
+        scores = raw / draw.temperature[:, None]
         counts = logits.count_tokens(recent, recent >= 0, config.num_audio_tokens)
         scores = logits.frequency_penalty(scores, counts, draw.penalty)
-        cut = jax.lax.cond((jnp.asarray(draw.top_p) < 1) | (jnp.asarray(draw.top_k) > 0), cuts, lambda s: s, scores)
+        cut = jax.lax.cond(((draw.top_p < 1) | (draw.top_k > 0)).any(), cuts, lambda s: s, scores)
         any_before = (recent >= 0).any(axis=1, keepdims=True)
         scores = jnp.where(any_before, cut, scores)
-        barred = (step < jnp.broadcast_to(draw.min_new, (batch,)))[:, None] & (
-            jnp.arange(config.num_audio_tokens) == config.eos_token)
+        barred = (step < draw.min_new)[:, None] & (jnp.arange(config.num_audio_tokens) == config.eos_token)
         scores = jnp.where(barred, -jnp.inf, scores)
-        token = jnp.where(draw.greedy, scores.argmax(axis=-1), jax.random.categorical(key, scores))
+        drawn = jax.vmap(lambda key, row: jax.random.categorical(jax.random.fold_in(key, step), row))(key, scores)
+        token = jnp.where(draw.greedy, scores.argmax(axis=-1), drawn)
         return token.astype(jnp.int32), raw
 
     def body(carry):
-        step, token, active, codes, recent, cache, key = carry
+        step, token, active, codes, recent, cache = carry
         recent = jnp.where(active[:, None], jnp.roll(recent, -1, axis=1).at[:, -1].set(token), recent)
-        key, draw_key = jax.random.split(key)
         x = model.apply({"params": params}, token[:, None], method="embed_code")
         hidden, cache = feed(cache, x, jnp.where(active, start + lengths + step - 1, -1)[:, None])
-        token, raw = choose(hidden, recent, step, draw_key)
+        token, raw = choose(hidden, recent, step)
         codes, active = record(codes, active, token, raw, step)
-        return step + 1, token, active, codes, recent, cache, key
+        return step + 1, token, active, codes, recent, cache
 
     def record(codes, active, token, raw, step):
         ended = active & (token == config.eos_token)
@@ -110,19 +117,18 @@ def decode_codes(params: Params, config: TalkerConfig, condition: Float[Array, "
             scores = scores.at[:, step].set(jnp.where(active[:, None], raw, 0))
         codes = Codes(codes.tokens.at[:, step].set(jnp.where(active, token, -1)), codes.drawn + active,
                       codes.ended | ended, scores)
-        return codes, active & ~ended
+        return codes, active & ~ended & (codes.drawn < limit)
 
     index = jnp.arange(width)
-    inside = index < lengths[:, None]
+    inside = active[:, None] & (index < lengths[:, None])
     hidden, cache = feed(cache, condition, jnp.where(inside, start[:, None] + index, -1))
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
-    key, draw_key = jax.random.split(key)
-    token, raw = choose(last, recent, 0, draw_key)
+    token, raw = choose(last, recent, 0)
     blank = Codes(jnp.full((batch, max_new), -1, jnp.int32), jnp.zeros((batch,), jnp.int32),
                   jnp.zeros((batch,), bool), jnp.zeros((batch, max_new * keep_scores, config.num_audio_tokens), jnp.float32))
-    codes, active = record(blank, jnp.ones((batch,), bool), token, raw, 0)
-    carry = (jnp.int32(1), token, active, codes, recent, cache, key)
-    carry = jax.lax.while_loop(lambda c: (c[0] < max_new) & c[2].any(), body, carry)
+    codes, active = record(blank, active, token, raw, 0)
+    carry = (jnp.int32(1), token, active, codes, recent, cache)
+    carry = jax.lax.while_loop(lambda c: c[2].any(), body, carry)
     return carry[3], carry[5]
 
 
@@ -131,17 +137,21 @@ CHUNK_CODES = 25  # codes of one second
 
 def generate_chunk(params: Params, config: TalkerConfig, ids: Int[Array, "b n"], hidden: Float[Array, "b n d"],
                    lengths: Int[Array, "b"], start: Int[Array, "b"], cache: kv_cache.KVCache, key: jax.Array,
-                   draw: Draw = Draw(), keep_scores: bool = False):
+                   draw: Draw = Draw(), keep_scores: bool = False, active: Bool[Array, "b"] | None = None,
+                   limit: Int[Array, "b"] | None = None):
     """The codes of one duplex unit.
 
     The condition is the unit's text tokens with the states that consumed them, then the begin-of-speech row (alone when
-    there is no text). Of up to 26 draws the last, whether end code or not, is never returned: at most 25 codes, and
-    with `draw.min_new=26` exactly 25.
+    there is no text). Of up to `limit + 1` draws the last, whether end code or not, is never returned: with
+    `draw.min_new = limit + 1` exactly `limit` codes.
 
     Args:
       ids, hidden: text tokens and backbone states, the first `lengths` of each row count (0 is allowed).
       start: position the turn has reached; 0 at its first unit.
       cache: the turn's cache.
+      key: `[B]` keys, new ones for every unit.
+      active: rows that speak; the others return no code and keep `start` and cache. None: all.
+      limit: the most codes each row returns, where that is less than `CHUNK_CODES`; None: as many.
 
     Returns:
       codes int32 `[B, 25]` (-1 beyond their count), counts `[B]`, `start` of the next unit, the cache, the raw `Codes`.
@@ -152,10 +162,11 @@ def generate_chunk(params: Params, config: TalkerConfig, ids: Int[Array, "b n"],
     condition = jnp.pad(text, ((0, 0), (0, 1), (0, 0)))
     condition = jnp.where((jnp.arange(condition.shape[1]) == lengths[:, None])[..., None], bos, condition)
     codes, cache = decode_codes(params, config, condition, lengths + 1, start, cache, key, draw, CHUNK_CODES + 1,
-                                keep_scores=keep_scores)
-    count = codes.drawn - 1
+                                keep_scores=keep_scores, active=active,
+                                limit=None if limit is None else limit + 1)
+    count = jnp.maximum(codes.drawn - 1, 0)
     kept = jnp.where(jnp.arange(CHUNK_CODES) < count[:, None], codes.tokens[:, :CHUNK_CODES], -1)
-    return kept, count, start + lengths + 1 + count, cache, codes
+    return kept, count, start + jnp.where(codes.drawn > 0, lengths + 1 + count, 0), cache, codes
 
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype", "method"))
@@ -225,7 +236,7 @@ class HalfDuplexSpeech:
         padded = jnp.pad(condition, ((0, 0), (0, width - condition.shape[1]), (0, 0)))
         codes, self.cache = _decode(
             self.params, self.config, padded, jnp.array([condition.shape[1]]), jnp.array([self.position]), self.cache,
-            key, self.draw, self.max_new, jnp.array([history[-PENALTY_WINDOW:]]),
+            key[None], self.draw, self.max_new, jnp.array([history[-PENALTY_WINDOW:]]),
             self.config.window_size if kind == "sliding_window" else None)
         new = np.asarray(codes.tokens[0, :int(codes.drawn[0]) - int(codes.ended[0])]).tolist()
         self.codes += new

@@ -1,7 +1,8 @@
-"""Whisper encoder in two forms over one parameter tree: whole clips, and a stream of one-second units with a KV cache.
+"""Whisper encoder in two forms over one parameter tree: whole clips, and a stream of units with a KV cache.
 
-The stream equals the whole-clip form under the 50-frame chunk mask: convolution edges are trimmed, positions go on with
-the cache, and each unit sees all earlier ones. Rules: reference sections 3.2 and 3.5 of the base model's description.
+The stream equals the whole-clip form under a chunk mask of a unit's states (50 a second): convolution edges are trimmed,
+positions go on with the cache, and each unit sees all earlier ones. Rules: reference sections 3.2 and 3.5 of the base
+model's description.
 """
 
 from typing import Any
@@ -76,8 +77,8 @@ class Whisper(Encoder):
         """Encodes one unit of a stream.
 
         Args:
-          mel: `CONTEXT_FRAMES` before the unit, the unit, `CONTEXT_FRAMES` after; a first unit has no frames before,
-            they count as absent whatever they hold.
+          mel: `CONTEXT_FRAMES` before the unit, the unit (an even number of frames), `CONTEXT_FRAMES` after; a first
+            unit has no frames before, they count as absent whatever they hold.
           first: rows whose stream begins here.
           valid: rows that bring sound; others leave their cache as it is and their output means nothing.
           cache: of `max_positions` slots; a row whose next unit would not fit starts again at position 0 (the
