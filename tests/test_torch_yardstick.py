@@ -100,7 +100,7 @@ def test_units_are_fed_as_the_reference_feeds_them(torch_python):
             assert 0 < sum(unit["parts"].values()) == pytest.approx(unit["seconds"])
             assert set(unit["parts"]) == {"audio", "backbone"}
             lengths.append((unit["kv_length"], unit["audio_kv_length"]))
-        # <unit>, 10 of sound, 4 tokens if it speaks, terminator, </unit>; the third unit's 52 states of sound would fill 152
+        # <unit>, 10 of sound, 4 tokens if it speaks, terminator, </unit>; a third unit's 52 states would fill 152
         assert lengths == [(13, 50), (30, 100), (47, 50), (60, 100)]
 
         assert ask("hello")["error"] == "unknown command 'hello'; expected listen, speak, reset or quit"

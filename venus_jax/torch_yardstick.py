@@ -1,8 +1,9 @@
-"""The yardstick of `bench.py`: a plain PyTorch loop over the same units, as a program, so that torch and JAX never share
-a process. Numbers come from random weights; what is measured is the work.
+"""The yardstick of `bench.py`: the same units in a plain PyTorch loop, in a process that never sees JAX.
 
-    python -m venus_jax.torch_yardstick      (with another Python's path in front, and from anywhere:
-    python -P venus_jax/torch_yardstick.py    -P, or this package's typing.py hides the standard one)
+    python -P venus_jax/torch_yardstick.py     # -P, or this package's typing.py hides the standard one
+    python -m venus_jax.torch_yardstick        # from the root
+
+Any Python with torch and transformers will do. Weights are random; what is measured is the work.
 
 It talks in lines. The first line in is a model's JSON (the text of `--model_json` on one line); the answer is
 `{"ready": true, "parameters": N}`. From then on `listen` or `speak` runs one unit, a second of noise, and answers

@@ -137,7 +137,7 @@ def test_the_floor_and_the_forgetting_go_by_samples(unit_samples):
 
 @pytest.mark.parametrize("unit_samples", [-8000, 0, 1600, 5000, 4800, 12_800])
 def test_unsupported_units_are_refused(unit_samples):
-    with pytest.raises(MediaError, match=f"a unit of {unit_samples} samples; expected a multiple of 1600 .* divides 160"):
+    with pytest.raises(MediaError, match=f"a unit of {unit_samples} samples; expected a multiple of 1600 .*divides"):
         mel.StreamingMel(unit_samples=unit_samples)
     assert [mel.unit_frames(n) for n in (3200, 6400, 8000, 16_000)] == [20, 40, 50, 100]
 

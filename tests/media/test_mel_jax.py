@@ -60,7 +60,7 @@ def test_equals_recomputation_of_everything(sound, unit_samples, units):
 
 
 def test_units_of_another_length_than_the_state_s_are_refused():
-    call = lambda unit_samples: stream_log_mel(init_mel_state(4), jnp.zeros((4, unit_samples)), *2 * [jnp.zeros(4, bool)])
+    call = lambda n: stream_log_mel(init_mel_state(4), jnp.zeros((4, n)), *2 * [jnp.zeros(4, bool)])
     with pytest.raises(MediaError, match="4 units of 8000 samples; the state is of 4 sessions with units of 16000"):
         call(8000)
     for function in (call, lambda n: init_mel_state(4, n)):

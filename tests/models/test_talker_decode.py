@@ -87,13 +87,14 @@ def row_of(tree, row):
 
 
 def test_rows_come_and_go_as_if_alone(generate, text):
-    """Sampled, every row with its own key, limits, cuts and pauses over four units, equals that row in a batch of one."""
+    """Each with its own key, ways to draw, limits and pauses over four units: the same codes as in a batch of one."""
     rows, rng = 3, np.random.default_rng(1)
     ids, hidden, lengths = (x[:rows] for x in text)
     activity = np.array([[1, 0, 1], [1, 1, 0], [0, 0, 0], [1, 1, 1]], bool)
     limits = np.array([[25, 25, 3], [6, 25, 25], [5, 5, 5], [12, 0, 13]])
-    draw = Draw(jnp.array([0.8, 1.2, 0.5]), jnp.array([1.05, 1.0, 2.0]), jnp.array([26, 4, 0]), jnp.array([1, 0.9, 1.0]),
-                jnp.array([0, 0, 7]), jnp.array([0.0, 2.0, 0.0]), jnp.array([False, False, False]))
+    draw = Draw(temperature=jnp.array([0.8, 1.2, 0.5]), penalty=jnp.array([1.05, 1.0, 2.0]),
+                min_new=jnp.array([26, 4, 0]), top_p=jnp.array([1.0, 0.9, 1.0]), top_k=jnp.array([0, 0, 7]),
+                end_bias=jnp.array([0.0, 2.0, 0.0]), greedy=jnp.array([False, False, False]))
     state = jnp.zeros(rows, jnp.int32), empty_cache(C, rows, SLOTS)
     alone = [row_of(state, row) for row in range(rows)]
     for unit, (active, limit) in enumerate(zip(activity, limits)):
@@ -103,8 +104,9 @@ def test_rows_come_and_go_as_if_alone(generate, text):
         assert (count <= limit).all() and (count[~active] == 0).all() and (raw.drawn[~active] == 0).all()
         for row in range(rows):
             if active[row]:
-                own = row_of((*given,), row), row_of((key, draw, limit), row)
-                own_codes, own_count, *alone[row], _ = generate(*own[0], *alone[row], *own[1][:2], None, own[1][2])
+                own_key, own_draw, own_limit = row_of((key, draw, limit), row)
+                own_codes, own_count, *alone[row], _ = generate(*row_of(given, row), *alone[row], own_key, own_draw, None,
+                                                                own_limit)
                 assert own_count[0] == count[row]
                 np.testing.assert_array_equal(own_codes[0], codes[row])
             else:
@@ -118,8 +120,9 @@ def test_rows_come_and_go_as_if_alone(generate, text):
 def test_a_limit_is_met_exactly_and_stops_only_its_row(generate, text):
     """The codes are the first of the unlimited ones; the limit is traced, and counted in codes, not in draws."""
     limit = jnp.array([25, 0, 12, 13])
-    ample, *_ = generate(*text, *fresh(), keys(0), GREEDY._replace(min_new=jnp.full(B, 26)), None, jnp.full(B, 25))
-    codes, count, start, cache, raw = generate(*text, *fresh(), keys(0), GREEDY._replace(min_new=limit + 1), None, limit)
+    speak = lambda limit: generate(*text, *fresh(), keys(0), GREEDY._replace(min_new=limit + 1), None, limit)
+    ample, *_ = speak(jnp.full(B, 25))
+    codes, count, start, cache, raw = speak(limit)
     assert count.tolist() == limit.tolist() and raw.drawn.tolist() == (limit + 1).tolist()
     for row, n in enumerate(limit.tolist()):
         np.testing.assert_array_equal(codes[row, :n], ample[row, :n])
@@ -133,8 +136,8 @@ def test_a_window_forgets_nothing_of_a_row_that_pauses(params):
     entries = jnp.ones((C.num_layers, 2, 20, C.num_kv_heads, C.head_dim))
     cache = kv_cache.append(cache, entries, entries, jnp.tile(jnp.arange(20), (2, 1)))
     speak = jax.jit(decode_codes, static_argnames=("config", "max_new", "window"))
-    codes, after = speak(params["talker"], C, jnp.ones((2, 3, C.hidden_size)), jnp.array([3, 3]), jnp.array([20, 20]), cache,
-                         keys(0, 2), Draw(min_new=9), 4, window=10, active=jnp.array([True, False]))
+    codes, after = speak(params["talker"], C, jnp.ones((2, 3, C.hidden_size)), jnp.array([3, 3]), jnp.array([20, 20]),
+                         cache, keys(0, 2), Draw(min_new=9), 4, window=10, active=jnp.array([True, False]))
     assert codes.drawn.tolist() == [4, 0] and held(after, 0) == list(range(16, 26))
     jax.tree.map(np.testing.assert_array_equal, row_of(after, 1), row_of(cache, 1))
 

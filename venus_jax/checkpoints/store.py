@@ -37,6 +37,7 @@ CONFIG_FILE = "config.json"
 PARAMS_DIR = "params"
 FILES_FILE = "_FILES"
 HF_DIR = "hf"
+INFO_FILE, STATE_DIR = "session.json", "state"
 
 _CHUNK_BYTES = 32 * 2**20  # of one file; who reads a shard reads the files it overlaps
 _BATCH_BYTES = 256 * 2**20  # small leaves are written together up to this
@@ -187,6 +188,57 @@ def save_checkpoint(directory: str | os.PathLike, params: Params, config: VenusC
             _list_files(scratch / PARAMS_DIR)
     if several:
         multihost_utils.sync_global_devices("checkpoint renamed")
+
+
+def save_tree(directory: str | os.PathLike, tree: Any, info: Mapping[str, Any]) -> None:
+    """Writes any tree of arrays (a session's state) and what JSON can hold beside it; it appears whole or not at all.
+
+    Raises:
+      CheckpointError: the directory is not empty or cannot be written.
+    """
+    with files.new_directory(directory) as scratch:
+        (scratch / INFO_FILE).write_text(json.dumps(info, indent=1) + "\n", encoding="utf-8")
+        leaves = {name: x for name, x in _named_leaves(tree) if x.size}
+        _undisturbed(lambda ocp: ocp.save(scratch / STATE_DIR, leaves))
+        _list_files(scratch / STATE_DIR)
+
+
+def load_info(directory: str | os.PathLike) -> Mapping[str, Any]:
+    """The `info` of `save_tree`. Raises CheckpointError: there is none."""
+    path = Path(os.path.abspath(directory)) / INFO_FILE
+    if not path.is_file():
+        raise CheckpointError(f"{directory}: no saved session; expected {INFO_FILE} and {STATE_DIR}/")
+    return read_json(path)
+
+
+def load_tree(directory: str | os.PathLike, like: Any) -> Any:
+    """The tree of `save_tree`, with the structure, shapes, dtypes and shardings of `like` (arrays or their shapes).
+
+    Raises:
+      CheckpointError: no such tree, damaged, or of other shapes; the first difference is named.
+    """
+    state = Path(os.path.abspath(directory)) / STATE_DIR
+    load_info(directory)
+    _check_files(state)
+    wanted = {name: x for name, x in _named_leaves(like) if x.size}
+    try:
+        with _orbax() as ocp:
+            stored = ocp.metadata(state).metadata
+            check_tree({name: tuple(x.shape) for name, x in stored.items()},
+                       {name: tuple(x.shape) for name, x in wanted.items()}, str(state))
+            found = ocp.load(state, {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
+                                     for name, x in wanted.items()})
+    except CheckpointError:
+        raise
+    except Exception as e:  # Orbax and TensorStore raise whatever their layers below raised
+        raise CheckpointError(f"{state}: cannot be restored ({_first_line(e)})") from e
+    empty = lambda x: np.zeros(x.shape, x.dtype)
+    leaves = [found[name] if x.size else empty(x) for name, x in _named_leaves(like)]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in jax.tree.leaves_with_path(tree)]
 
 
 def write_leaves(directory: Path, leaves: Iterable[tuple[str, np.ndarray]],

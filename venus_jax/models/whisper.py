@@ -1,8 +1,8 @@
 """Whisper encoder in two forms over one parameter tree: whole clips, and a stream of units with a KV cache.
 
-The stream equals the whole-clip form under a chunk mask of a unit's states (50 a second): convolution edges are trimmed,
-positions go on with the cache, and each unit sees all earlier ones. Rules: reference sections 3.2 and 3.5 of the base
-model's description.
+The stream equals the whole-clip form under the chunk mask of a unit's states (50 for a second): convolution edges are
+trimmed, positions go on with the cache, and each unit sees all earlier ones. Rules: reference sections 3.2 and 3.5 of
+the base model's description.
 """
 
 from typing import Any

@@ -36,9 +36,7 @@ WORDS, TEMPLATE, PICTURE, SOUND = range(4)  # what a part of the prompt is
 
 
 class ChatReply(NamedTuple):
-    """`text` without special tokens; `ids` int32 `[n]`, the end token left out; `codes` int32 `[c]`, 25 a second, empty
-    unless speech was asked for.
-    """
+    """`text` without special tokens; `ids` int32 `[n]` without the end token; `codes` int32 `[c]`, 25 a second."""
 
     text: str
     ids: np.ndarray
@@ -83,9 +81,9 @@ def chat(params: Params, config: VenusConfig, tokenizer: Tokenizer, messages: Se
     answer at once: as in its half-duplex stream, ten tokens are spoken at a time. No token is barred, as there.
 
     Args:
-      messages: `{"role": "system" | "user" | "assistant", "content": ...}`, the last not the assistant's. A content is a
-        text or a list of texts, pictures (PIL, or uint8 RGB `[H, W, 3]`) and sounds (floating `[N]`, 16 kHz mono). The
-        sounds of a message are heard as one recording.
+      messages: `{"role": "system" | "user" | "assistant", "content": ...}`, the last not the assistant's. A content
+        is a text or a list of texts, pictures (PIL, or uint8 RGB `[H, W, 3]`) and sounds (floating `[N]`, 16 kHz
+        mono); the sounds of a message are heard as one recording.
       max_new_tokens: the answer's at most; it ends earlier at `<|tts_eos|>`, `<|im_end|>` or `<|endoftext|>`.
       greedy: the likeliest token each time; else drawn by `temperature`, `top_k` (0: off) and `top_p` with `seed`.
       repetition_penalty: for tokens already in the answer (the prompt's do not count, as in the reference): positive
@@ -114,12 +112,11 @@ def chat(params: Params, config: VenusConfig, tokenizer: Tokenizer, messages: Se
     if length + max_new_tokens > positions:
         raise ConfigError(f"chat: the messages take {length} tokens and the answer up to {max_new_tokens}; "
                           f"the model has {positions} positions")
-    padding = bucket(length) - length
-    ids, kind = (np.pad(x, (0, padding))[None] for x in (asked.ids, asked.kind))
+    ids, kind = (np.pad(x, (0, bucket(length) - length))[None] for x in (asked.ids, asked.kind))
     media, control = _embed_media(params, config, asked, kind), tokenizer.control
+    stop = np.array([control.tts_eos, control.im_end, control.endoftext])
     sampling = Sampling(bool(greedy), float(temperature), int(top_k), float(top_p), float(repetition_penalty))
     text_key, speech_key = jax.random.split(jax.random.key(seed))
-    stop = np.array([control.tts_eos, control.im_end, control.endoftext])
     tokens, states, count = _answer(params, config, bucket(max_new_tokens), ids, length, media, stop, max_new_tokens,
                                     sampling, text_key)
     answer = np.asarray(tokens)[:int(count)]
@@ -138,8 +135,7 @@ def build_prompt(config: VenusConfig, tokenizer: Tokenizer, messages: Sequence[M
     """Lays out a conversation up to where the answer begins. Arguments and errors as in `chat`."""
     if not messages:
         raise ConfigError("chat: the list of messages is empty; expected at least one")
-    parts: list[tuple[int, str]] = []
-    slices, clips, pictures = [], [], 0
+    parts, slices, clips, pictures = [], [], [], 0  # parts: (kind, text)
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise ConfigError(f"chat: message {number} is not a dict with 'role' and 'content'")
@@ -181,19 +177,15 @@ def build_prompt(config: VenusConfig, tokenizer: Tokenizer, messages: Sequence[M
 
 def _cut_picture(item, config: VenusConfig, number: int | None, max_slices: int, where: str):
     """(slices, placeholder) of a picture."""
-    from PIL import Image
-
-    if not isinstance(item, (Image.Image, np.ndarray)):
-        raise MediaError(f"{where} is a {type(item).__name__}; expected a text, a picture or 16 kHz samples")
     if config.vision is None:
-        raise MediaError(f"{where} is a picture; the model {config.name!r} has no vision")
-    size = (max_slices, config.image.scale_resolution, config.vision.patch_size)
+        raise MediaError(f"{where} is neither text nor sound, and the model {config.name!r} has no vision")
+    rule = max_slices, config.image.scale_resolution, config.vision.patch_size
     try:
-        slices = images.slice_image(item, *size)
+        slices = images.slice_image(item, *rule)
     except MediaError as e:
-        raise MediaError(f"{where}: {e}") from e
-    width, height = item.size if isinstance(item, Image.Image) else item.shape[1::-1]
-    grid = images.slice_plan(width, height, *size).grid
+        raise MediaError(f"{where} is neither text nor samples [N]: {e}") from e
+    width, height = item.shape[1::-1] if isinstance(item, np.ndarray) else item.size
+    grid = images.slice_plan(width, height, *rule).grid
     return slices, image_placeholder(config.resampler.num_queries, grid, number)
 
 
@@ -286,8 +278,7 @@ def _answer(params: Params, config: VenusConfig, room: int, ids: Int[Array, "1 t
             kept = logits.keep_top_k(scores / sampling.temperature, top_k)
             return jax.random.categorical(key, logits.keep_top_p(kept, sampling.top_p))
 
-        likeliest = lambda scores: scores.argmax(axis=-1)
-        return jax.lax.cond(sampling.greedy, likeliest, draw, scores).astype(jnp.int32)
+        return jax.lax.cond(sampling.greedy, lambda scores: scores.argmax(axis=-1), draw, scores).astype(jnp.int32)
 
     def step(carry):
         n, token, tokens, states, seen, cache, key = carry
@@ -301,9 +292,9 @@ def _answer(params: Params, config: VenusConfig, room: int, ids: Int[Array, "1 t
     key, draw_key = jax.random.split(key)
     seen = jnp.zeros((1, c.vocab_rows), bool)
     token = choose(jnp.take(hidden, (length - 1) % chunk, axis=1), seen, draw_key)
-    tokens, states = jnp.zeros((room,), jnp.int32), jnp.zeros((room, c.hidden_size), x.dtype)
+    blank = jnp.zeros((room,), jnp.int32), jnp.zeros((room, c.hidden_size), x.dtype)
     goes_on = lambda carry: (carry[0] < limit) & ~jnp.isin(carry[1][0], stop)
-    n, _, tokens, states, *_ = jax.lax.while_loop(goes_on, step, (jnp.int32(0), token, tokens, states, seen, cache, key))
+    n, _, tokens, states, *_ = jax.lax.while_loop(goes_on, step, (jnp.int32(0), token, *blank, seen, cache, key))
     return tokens, states, n
 
 
@@ -315,11 +306,9 @@ def _conditions(params, config, ids, states):
 
 def _speak(params, config: VenusConfig, conditions: np.ndarray, key: jax.Array) -> np.ndarray:
     """Codes of an answer; where the talker's memory is full it begins afresh, as if with a new answer."""
-    c = config.talker
-
     def begin(at):
-        return HalfDuplexSpeech(params["talker"], c, jax.random.fold_in(key, at), dtype=config.dtype,
-                                max_new=min(CONDITION_CODES, c.max_positions // 2))
+        return HalfDuplexSpeech(params["talker"], config.talker, jax.random.fold_in(key, at), dtype=config.dtype,
+                                max_new=min(CONDITION_CODES, config.talker.max_positions // 2))
 
     speeches = [begin(0)]
     for at in range(0, len(conditions), CONDITION_TOKENS):

@@ -54,8 +54,7 @@ def transition(params: Params, config: StreamConfig, state: StreamState, inputs:
       the state after the unit and what was said. Rows that are inactive, stopped or full keep their state.
     """
     batch = inputs.active.shape[0]
-    said_room = jnp.minimum(controls.max_tokens - 1 + controls.max_delegate, config.max_unit_tokens)
-    needed = state.pending_count + inputs.count + background.count + said_room + PENDING
+    needed = state.pending_count + room_needed(config, controls, inputs.count + background.count)
     wanted = inputs.active & ~feedback.stop
     pinned = _front(config, state)
     cache, fits = windows.make_room(config.window, state.llm, state.entries, pinned, needed, wanted)
@@ -77,8 +76,10 @@ def transition(params: Params, config: StreamConfig, state: StreamState, inputs:
     state, end = _end_unit(params, config, state, said, active)
 
     stopped = inputs.active & feedback.stop
-    is_listen = said.terminator == config.control.listen
-    if not config.reference_quirks:
+    is_listen, end_of_turn = said.terminator == config.control.listen, said.ended
+    if config.reference_quirks:
+        end_of_turn &= ~is_listen
+    else:
         is_listen &= (said.voice_count == 0) & (code_count == 0)
     trace = None
     if config.trace:
@@ -90,9 +91,14 @@ def transition(params: Params, config: StreamConfig, state: StreamState, inputs:
         terminator=jnp.where(active, said.terminator, config.control.listen),
         tokens=said.tokens, token_count=said.count, text=said.text, text_count=said.text_count,
         delegate=said.delegate, delegate_count=said.delegate_count, codes=codes, code_count=code_count,
-        end_of_turn=(said.ended & active) | stopped, turn_open=state.turn_open,
+        end_of_turn=(end_of_turn & active) | stopped, turn_open=state.turn_open,
         flush=(said.flush & active) | (stopped & state.turn_open), full=wanted & ~fits,
         forced_turn_end=said.forced_turn_end, unit=state.unit - active, kv_length=end, trace=trace)
+
+
+def room_needed(config: StreamConfig, controls: Controls, given: Int[Array, "b"]) -> Int[Array, "b"]:
+    """Cache entries a unit with `given` tokens of input may come to take, its end included."""
+    return given + jnp.minimum(controls.max_tokens - 1 + controls.max_delegate, config.max_unit_tokens) + PENDING
 
 
 class Prompt(NamedTuple):

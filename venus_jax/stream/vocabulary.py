@@ -10,6 +10,7 @@ digits a second, a short breath at a comma and a longer one at a full stop. The 
 
 from __future__ import annotations
 
+import dataclasses
 import unicodedata
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from venus_jax.typing import Array, Bool, Float, Int
 
 SECONDS = {"han": 0.20, "kana": 0.13, "hangul": 0.18, "letter": 0.065, "digit": 0.30, "pause": 0.15, "stop": 0.30,
            "silent": 0.0}
+# Control tokens a model may say; the others lay out what it is given. The reference bars none of those.
+_SAID = {"listen", "speak", "turn_eos", "chunk_tts_eos", "tts_bos", "delegate_start", "delegate_end"}
 _PAUSES, _STOPS = set(",;:、，；：—"), set(".!?。！？…")
 
 
@@ -45,11 +48,13 @@ def vocabulary(tokenizer: Tokenizer, rows: int, reference_quirks: bool = False) 
     """
     control = tokenizer.control
     barred = {control.tts_pad, control.chunk_eos, *tokenizer.bad_token_ids, *range(tokenizer.vocab_size, rows)}
+    if not reference_quirks:
+        barred |= {i for name, i in dataclasses.asdict(control).items() if name not in _SAID}
     special = tokenizer.named_special_ids | {control.turn_eos} if reference_quirks else tokenizer.special_ids
     next_state, characters = np.zeros((8, rows), np.int8), np.zeros((8, rows), np.int16)
     seconds = np.zeros(rows, np.float32)
     next_state[:] = np.arange(8)[:, None]  # special tokens and padding spell nothing
-    for i, piece in enumerate(tokenizer.pieces):
+    for i, piece in enumerate(tokenizer.pieces[:rows]):
         if i in tokenizer.special_ids:
             continue
         seconds[i] = text_seconds(piece)

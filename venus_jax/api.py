@@ -1,0 +1,349 @@
+"""The front door: load a checkpoint, talk with it.
+
+    import venus_jax.api as api
+
+    venus = api.load("omni_9b")                      # a checkpoint directory of either kind
+    session = venus.duplex(prompt="Streaming Omni Conversation.")
+    for second in seconds:                           # float32 [16000]
+        unit = session.step(audio=second)
+        print(unit.unit, unit.state, unit.text)
+    venus.chat([{"role": "user", "content": "Hello"}])
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import time
+import warnings
+from typing import Any, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from venus_jax.checkpoints import convert, store
+from venus_jax.config import VenusConfig
+from venus_jax.errors import CapacityError, CheckpointError, ConfigError, MediaError
+from venus_jax.media import images
+from venus_jax.stream import inputs as packing
+from venus_jax.stream import sampling
+from venus_jax.stream.chat import ChatReply, chat
+from venus_jax.stream.inputs import Bucket, Row
+from venus_jax.stream.kv_cache import Window
+from venus_jax.stream.prompt import encode_voice, make_prompt
+from venus_jax.stream.state import StreamConfig, UnitOutputs, init_state
+from venus_jax.stream.transition import prefill, room_needed, transition
+from venus_jax.stream.unit import prompt_text
+from venus_jax.stream.vocabulary import vocabulary
+from venus_jax.tokens import Tokenizer, load_tokenizer
+from venus_jax.typing import Params
+
+DEFAULT_PROMPT = "Streaming Omni Conversation."
+
+
+class LateCompileWarning(UserWarning):
+    """A shape was met that nothing was compiled for: the session waited for the compiler."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What one session did in one unit.
+
+    Attributes:
+      unit: its number, from 0.
+      state: "listen" or "speak".
+      text: foreground text of this unit.
+      delegate: request to the harness that was completed in this unit, "" if none; several are joined by line ends.
+      codes: speech codes, int32, 25 for a second of sound; empty when silent.
+      tokens, terminator: everything said, as ids.
+      end_of_turn: a turn ended in this unit.
+      flush: the floor was lost: drop sound that is queued and not yet heard.
+      kv_length: entries the backbone's cache holds.
+      seconds: how long the step took, transfers included.
+    """
+
+    unit: int
+    state: str
+    text: str
+    delegate: str
+    codes: np.ndarray
+    tokens: tuple[int, ...]
+    terminator: int
+    end_of_turn: bool
+    flush: bool
+    kv_length: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Venus:
+    """A loaded model."""
+
+    config: VenusConfig
+    params: Params
+    tokenizer: Tokenizer
+
+    def duplex(self, batch: int = 1, prompt: str = DEFAULT_PROMPT, voice: np.ndarray | None = None, seed: int = 0,
+               buckets: Sequence[Bucket] | None = None, precompile: bool = True, force_listen_units: int = 0,
+               window: Window | str = Window(), settings: dict[str, Any] | None = None, **options) -> Session:
+        """Full-duplex sessions that step together.
+
+        Args:
+          batch: sessions.
+          prompt: text of the system prompt, without control tokens.
+          voice: reference voice, float 16 kHz mono, or None.
+          seed: session i draws with seed + i.
+          buckets: input shapes to prepare (`stream.inputs`); by default sound, pictures, text.
+          precompile: compile them now, with a progress bar on a terminal; otherwise when first met, with a warning.
+          force_listen_units: units at the beginning in which the model does not speak.
+          window: what stays in the cache, a `Window` or its kind.
+          settings: sampling and budgets, see `sampling.Controls`.
+          options: fields of `StreamConfig` (slots, unit_seconds, speak, reference_quirks, rules, ...).
+
+        Raises:
+          ConfigError, CapacityError: an option that cannot be, named.
+        """
+        known = {f.name for f in dataclasses.fields(StreamConfig)} - {"model", "control", "window"}
+        if unknown := sorted(options.keys() - known):
+            raise ConfigError(f"duplex option {unknown[0]!r} is unknown; expected one of {', '.join(sorted(known))}")
+        window = Window(window) if isinstance(window, str) else window
+        if window.kind == "context" and not window.marker:
+            window = dataclasses.replace(window, marker=tuple(self.tokenizer.encode("\n\nprevious: ")))
+        positions = self.config.llm.max_positions
+        options.setdefault("slots", min(8192, positions // 2 if window.is_ring else positions))
+        options.setdefault("speak", self.config.talker is not None)
+        if options["speak"]:
+            options.setdefault("talker_slots", min(1024, self.config.talker.max_positions))
+        config = StreamConfig(self.config, self.tokenizer.control, window=window, **options)
+        return Session(self, config, batch, prompt, voice, seed, buckets, precompile, force_listen_units, settings or {})
+
+    def chat(self, messages: Sequence[dict[str, Any]], **options) -> str:
+        """Answers a turn-based conversation; see `stream.chat.chat`."""
+        return self.chat_reply(messages, **options).text
+
+    def chat_reply(self, messages: Sequence[dict[str, Any]], **options) -> ChatReply:
+        """`chat` with the ids and, where asked for, the speech codes."""
+        return chat(self.params, self.config, self.tokenizer, messages, **options)
+
+
+def load(path: str | os.PathLike, dtype: Any = None, shardings: store.Shardings | None = None) -> Venus:
+    """Loads a checkpoint directory, ours or Hugging Face's.
+
+    Args:
+      dtype: of parameters and computation; by default bfloat16 on accelerators and float32 on a CPU.
+      shardings: see `store.load_checkpoint`.
+
+    Raises:
+      CheckpointError, TokenizerError: what is missing or wrong, named.
+    """
+    if not os.path.isdir(path):
+        raise CheckpointError(f"{path}: expected a checkpoint directory")
+    dtype = jnp.dtype(dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+    config, params = convert.load_any(path, shardings, dtype)
+    tokenizer = load_tokenizer(path, config.llm.vocab_size)
+    return Venus(config.replace(dtype=dtype.name), jax.device_put(params) if shardings is None else params, tokenizer)
+
+
+class Session:
+    """One or many conversations on one clock. `step` is the only thing that takes time.
+
+    With `batch=1` arguments and results are single values, otherwise lists with one entry a row; None is a row that
+    takes no part. Rows begin with `join`, which the constructor does for all of them.
+    """
+
+    def __init__(self, venus: Venus, config: StreamConfig, batch: int, prompt: str, voice: np.ndarray | None, seed: int,
+                 buckets: Sequence[Bucket] | None, precompile: bool, force_listen_units: int, settings: dict[str, Any]):
+        if batch < 1:
+            raise ConfigError(f"batch is {batch}; expected at least one session")
+        self.venus, self.config, self.batch = venus, config, batch
+        self.buckets = tuple(packing.default_buckets(config) if buckets is None else buckets)
+        self.force_listen_units = force_listen_units
+        self._vocabulary = vocabulary(venus.tokenizer, venus.config.llm.vocab_rows, config.reference_quirks)
+        self.set(**settings)
+        self._state = init_state(config, batch)
+        self._programs: dict[Bucket, Any] = {}
+        self._requests: list[list[int]] = [[] for _ in range(batch)]  # delegate spans that are still open
+        self._units = np.zeros(batch, int)
+        self._held = np.zeros(batch, int)  # cache entries of each row
+        if precompile:
+            self.precompile()
+        self.join(range(batch), prompt, voice, seed)
+
+    def set(self, **settings) -> None:
+        """Changes sampling settings from the next unit on; others return to their defaults. Compiles nothing."""
+        most = settings.get("max_tokens", sampling.DEFAULTS["max_tokens"])
+        if np.max(most) - 1 > self.config.max_unit_tokens:
+            raise ConfigError(f"max_tokens is {most}; this session was made for max_unit_tokens={self.config.max_unit_tokens}")
+        self.controls = sampling.controls(self.batch, self._vocabulary, **settings)
+
+    def precompile(self) -> None:
+        """Compiles every bucket that has no program yet; a progress bar shows on a terminal."""
+        from tqdm import tqdm
+
+        todo = [bucket for bucket in self.buckets if bucket not in self._programs]
+        for bucket in tqdm(todo, desc="compiling unit shapes", disable=None):
+            self._compile(bucket)
+
+    @property
+    def num_programs(self) -> int:
+        """Programs compiled for `step` so far."""
+        return len(self._programs)
+
+    def join(self, rows: Sequence[int] | int = 0, prompt: str = DEFAULT_PROMPT, voice: np.ndarray | None = None,
+             seed: int = 0) -> None:
+        """Begins new conversations in these rows; the others go on undisturbed.
+
+        Raises:
+          CapacityError: the prompt does not fit. MediaError: the voice is no 16 kHz mono sound.
+        """
+        rows = [rows] if isinstance(rows, (int, np.integer)) else list(rows)
+        marked = np.isin(np.arange(self.batch), rows)
+        if not all(0 <= row < self.batch for row in rows):
+            raise ConfigError(f"rows {rows}: this session has rows 0 to {self.batch - 1}")
+        tokenizer = self.venus.tokenizer
+        before, after = prompt_text("\0", voice is not None)
+        head, tail = before.split("\0")
+        prefix = tokenizer.encode(head) + tokenizer.encode(prompt, special=False) + tokenizer.encode(tail)
+        embeddings = None if voice is None else encode_voice(self.venus.params, self.venus.config, voice)
+        seeds = [(seed + row) % 2**32 for row in range(self.batch)]
+        made = make_prompt(self.config, marked, prefix, embeddings, tokenizer.encode(after), seeds)
+        self._state = _PREFILL(self.venus.params, self.config, self._state, made)
+        self._units[marked], self._held[marked] = 0, made.count[marked]
+        for row in rows:
+            self._requests[row] = []
+
+    def step(self, audio: Any = None, frames: Any = None, text: Any = None, background: Any = None,
+             feedback: Any = None) -> Unit | list[Unit | None]:
+        """One unit.
+
+        Args:
+          audio: float32 `[unit_samples]` in [-1, 1], 16 kHz mono, or None.
+          frames: pictures of this unit (PIL or uint8 `[H, W, 3]`), or pairs (picture, most slices).
+          text: typed by the user; background: a prepared reply that is to be spoken. Neither can hold control tokens:
+            what looks like one is read as plain text.
+          feedback: dict with any of `force_listen`, `stop`, `played` (see `state.Feedback`).
+
+        Returns:
+          a `Unit`; for `batch` > 1 a list of them, None where a row took no part.
+
+        Raises:
+          CapacityError: the cache has no room (windows that forget nothing), or the input fits no bucket.
+          MediaError: sound or pictures that cannot be used. In each case no session has moved.
+        """
+        start = time.perf_counter()
+        given = zip(*(self._per_row(name, value) for name, value in (
+            ("audio", audio), ("frames", frames), ("text", text), ("background", background), ("feedback", feedback))))
+        rows = [self._row(i, *values) for i, values in enumerate(given)]
+        if not any(rows):
+            raise MediaError("a step without input; expected sound, pictures, text or a background reply")
+        bucket = packing.choose(self.buckets, rows)
+        packed = packing.pack(self.config, bucket, rows)
+        self._check_room(packed)
+        if bucket not in self._programs:
+            warnings.warn(f"compiling a unit of {bucket.slices} picture slices and {bucket.text} text tokens for "
+                          f"{self.batch} sessions, late: call precompile() first", LateCompileWarning, stacklevel=2)
+            self._compile(bucket)
+        program = self._programs[bucket]
+        self._state, out = program(self.venus.params, self._state, *packed, self.controls)
+        out = jax.device_get(out._replace(trace=None))
+        seconds = time.perf_counter() - start
+        units = [self._unit(i, out, seconds) if row is not None else None for i, row in enumerate(rows)]
+        return units[0] if self.batch == 1 else units
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Writes the whole state of all rows to a new directory."""
+        info = dict(format=1, settings=self._fingerprint(), batch=self.batch, requests=self._requests,
+                    units=self._units.tolist(), held=self._held.tolist())
+        store.save_tree(directory, self._state, info)
+
+    def restore(self, directory: str | os.PathLike) -> None:
+        """Goes on where `save` left off.
+
+        Raises:
+          CheckpointError: saved with another model or other options, or damaged.
+        """
+        info = store.load_info(directory)
+        for key, ours in (("format", 1), ("settings", self._fingerprint()), ("batch", self.batch)):
+            if info.get(key) != ours:
+                raise CheckpointError(f"{directory}: saved with another {key} than this session's "
+                                      f"({info.get(key)!r}, not {ours!r})")
+        self._state = store.load_tree(directory, self._state)
+        self._requests = [list(request) for request in info["requests"]]
+        self._units, self._held = np.array(info["units"]), np.array(info["held"])
+
+    def _fingerprint(self) -> str:
+        return hashlib.sha256(repr(dataclasses.replace(self.config, rules=None)).encode()).hexdigest()[:16]
+
+    def _compile(self, bucket: Bucket) -> None:
+        packed = packing.pack(self.config, bucket, [None] * self.batch)
+        self._programs[bucket] = _STEP.lower(self.venus.params, self.config, self._state, *packed, self.controls).compile()
+
+    def _check_room(self, packed) -> None:
+        """Refuses before anything moves what the step would refuse row by row (`UnitOutputs.full`)."""
+        inputs, background, feedback = packed
+        needed = room_needed(self.config, self.controls, inputs.count + background.count)
+        most = self.config.slots if self.config.window.is_ring else self.config.slots - self._held
+        full = inputs.active & ~feedback.stop & (np.asarray(needed) > most)
+        if full.any():
+            row = int(full.argmax())
+            raise CapacityError(f"session {row} holds {self._held[row]} of {self.config.slots} cache slots and a unit may "
+                                f"take {int(needed[row])}; window {self.config.window.kind!r} cannot make room")
+
+    def _per_row(self, name: str, value: Any) -> Sequence[Any]:
+        if self.batch == 1:
+            return [value]
+        if value is None:
+            return [None] * self.batch
+        if not isinstance(value, (list, tuple)) or len(value) != self.batch:
+            raise ConfigError(f"{name}: expected a list of {self.batch}, one entry for every session")
+        return value
+
+    def _row(self, i: int, audio, frames, text, background, feedback) -> Row | None:
+        feedback = dict(feedback or {})
+        if unknown := sorted(feedback.keys() - {"force_listen", "stop", "played"}):
+            raise ConfigError(f"feedback {unknown[0]!r} is unknown; expected force_listen, stop or played")
+        frames = () if frames is None else frames
+        if audio is None and not len(frames) and not text and not background:
+            if feedback.get("stop"):
+                audio = np.zeros(self.config.unit_samples, np.float32)  # nothing of it is heard
+            else:
+                return None
+        encode = lambda words: tuple(self.venus.tokenizer.encode(words, special=False)) if words else ()
+        force = bool(feedback.get("force_listen")) or self._units[i] < self.force_listen_units
+        return Row(audio, tuple(self._slices(frame) for frame in frames), encode(text), encode(background), force,
+                   bool(feedback.get("stop")), float(feedback.get("played", -1)))
+
+    def _slices(self, frame) -> tuple:
+        model = self.venus.config
+        if model.vision is None:
+            raise MediaError("a picture was given, but this model has no vision tower")
+        picture, most = frame if isinstance(frame, tuple) else (frame, model.image.max_slice_nums)
+        return tuple(images.slice_image(picture, most, model.image.scale_resolution, model.vision.patch_size))
+
+    def _unit(self, i: int, out: UnitOutputs, seconds: float) -> Unit:
+        control, decode = self.config.control, self.venus.tokenizer.decode
+        ids = lambda name, count: getattr(out, name)[i, :int(getattr(out, count)[i])].tolist()
+        finished, request = [], self._requests[i]
+        for token in ids("delegate", "delegate_count"):
+            if token in (control.delegate_end, control.turn_eos):
+                finished.append(decode(request, skip_special=True).strip())
+                request.clear()
+            elif token == control.delegate_start:
+                request.clear()
+            else:
+                request.append(token)
+        if out.active[i]:
+            self._units[i] += 1
+            self._held[i] = out.kv_length[i]
+        return Unit(
+            unit=int(out.unit[i]), state="listen" if out.is_listen[i] else "speak",
+            text=decode(ids("text", "text_count"), skip_special=True), delegate="\n".join(filter(None, finished)),
+            codes=np.asarray(ids("codes", "code_count"), np.int32), tokens=tuple(ids("tokens", "token_count")),
+            terminator=int(out.terminator[i]), end_of_turn=bool(out.end_of_turn[i]), flush=bool(out.flush[i]),
+            kv_length=int(out.kv_length[i]), seconds=seconds)
+
+
+_STEP = jax.jit(transition, static_argnames="config", donate_argnames="state")
+_PREFILL = jax.jit(prefill, static_argnames="config", donate_argnames="state")
