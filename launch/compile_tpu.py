@@ -1,6 +1,7 @@
 """Compiles a configuration for a TPU topology on a machine without TPUs, and prints the memory a chip needs.
 
     python launch/compile_tpu.py --config=configs/omni_9b_sft.py --topology=v5e:4x8 --what=train --json=out.json
+    python launch/compile_tpu.py --config=configs/omni_9b.py --topology=v5e:2x4 --what=unit --config.batch_size=32
 
 Needs the TPU compiler: pip install "venus_jax[tpu]". Takes one to several minutes. Exit code 1 if the program does not fit.
 """
@@ -15,9 +16,9 @@ from ml_collections import config_flags
 from venus_jax import cli, reports
 
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "configs/omni_9b.py (forward) or configs/omni_9b_sft.py (train)", lock_config=True)
+    "config", None, "configs/omni_9b.py (forward, unit) or configs/omni_9b_sft.py (train)", lock_config=True)
 _TOPOLOGY = flags.DEFINE_string("topology", "v5e:4x8", "chip and shape: v5e:4x8, v6e:4x4, v5p:2x2x4, ...")
-_WHAT = flags.DEFINE_enum("what", "forward", ["forward", "train"], "which program")
+_WHAT = flags.DEFINE_enum("what", "forward", ["forward", "unit", "train"], "which program")
 _JSON = flags.DEFINE_string("json", None, "file to write the report to")
 flags.mark_flag_as_required("config")
 
@@ -30,7 +31,8 @@ def main(_):
     mesh = aot.build_mesh(config.mesh, aot.topology_devices(_TOPOLOGY.value))
     axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     print(f"{config.model.variant} {_WHAT.value} for {_TOPOLOGY.value} ({axes}): tracing ...", flush=True)
-    lowered = (aot.lower_train if _WHAT.value == "train" else aot.lower_forward)(config, mesh)
+    lower = {"forward": aot.lower_forward, "unit": aot.lower_unit, "train": aot.lower_train}[_WHAT.value]
+    lowered = lower(config, mesh)
     print("compiling ...", flush=True)
     report = {"model": config.model.variant, "what": _WHAT.value, "mesh": dict(mesh.shape)}
     report |= aot.compile_report(lowered, _TOPOLOGY.value)

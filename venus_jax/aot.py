@@ -24,6 +24,12 @@ from venus_jax.media import images as pictures
 from venus_jax.media.images import VisionInputs
 from venus_jax.models import frontend, whisper
 from venus_jax.nn import kv_cache
+from venus_jax.stream import sampling
+from venus_jax.stream.inputs import Bucket, pack
+from venus_jax.stream.state import StreamConfig, init_state, state_specs
+from venus_jax.stream.transition import transition
+from venus_jax.stream.vocabulary import Vocabulary
+from venus_jax.tokens import PUBLISHED_CONTROL
 from venus_jax.training import step as training
 
 GIB = 1 << 30
@@ -72,9 +78,10 @@ def check_settings(settings: Any, what: str) -> None:
     """Refuses a run configuration before anything slow happens.
 
     Raises:
-      ConfigError: `what` ("forward" or "train") needs keys it does not have, or a value is unusable.
+      ConfigError: `what` ("forward", "unit" or "train") needs keys it does not have, or a value is unusable.
     """
     needed = {"forward": ("batch_size", "append_len", "cache_slots"),
+              "unit": ("batch_size", "cache_slots", "talker_slots"),
               "train": ("batch_size", "seq_len", "trainable", "optimizer", "ce_chunk", "q_chunk", "attention")}[what]
     for key in ("model", "mesh", *needed):
         if key not in settings:
@@ -88,7 +95,9 @@ def check_settings(settings: Any, what: str) -> None:
 
 
 def build_mesh(shape, devices):
-    """A mesh of `devices`; one size of `shape` may be -1: whatever is left."""
+    """A mesh of `devices`; one size of `shape` may be -1: whatever is left. (1, 1, 1) takes the first device alone."""
+    if tuple(shape) == (1, 1, 1):
+        devices = devices[:1]
     known = math.prod(size for size in shape if size != -1)
     if known > 0 and len(devices) % known == 0 and list(shape).count(-1) <= 1:
         shape = [len(devices) // known if size == -1 else size for size in shape]
@@ -146,17 +155,32 @@ def lower_forward(settings: Any, mesh) -> jax.stages.Lowered:
     cache = jax.eval_shape(lambda: kv_cache.empty(llm.num_layers, b, settings.cache_slots, llm.num_kv_heads,
                                                   llm.head_dim, dtype))
     audio_cache = jax.eval_shape(lambda: whisper.empty_cache(audio, b, dtype))
-    caches = [_with_sharding(c, cache_shardings(rules, mesh, heads))
-              for c, heads in ((cache, "kv_heads"), (audio_cache, "heads"))]
+    caches = [_with_specs(c, kv_cache.specs(rules, heads), mesh) for c, heads in ((cache, "kv_heads"), (audio_cache, "heads"))]
     with jax.set_mesh(mesh):
         return jax.jit(forward, donate_argnums=(6, 7), keep_unused=True).lower(params, *inputs, *caches)
 
 
-def cache_shardings(rules: sharding.Rules, mesh, heads: str = "kv_heads") -> kv_cache.KVCache:
-    """Shardings of a `KVCache`: rows over the batch axes, heads over the tensor axis."""
-    entry = rules.spec(None, "batch", "cache_slots", heads, None)
-    specs = kv_cache.KVCache(entry, entry, rules.spec("batch", "cache_slots"), rules.spec("batch"))
-    return kv_cache.KVCache(*(NamedSharding(mesh, spec) for spec in specs))
+def lower_unit(settings: Any, mesh) -> jax.stages.Lowered:
+    """One unit of many duplex sessions: the whole transition, with its decision loop and its talker."""
+    rules = sharding.SERVE
+    config = StreamConfig(model_config(settings), PUBLISHED_CONTROL, slots=settings.cache_slots,
+                          talker_slots=settings.talker_slots, rules=rules)
+    batch, bucket = settings.batch_size, Bucket(settings.slices, settings.text)
+    dtype = jnp.dtype(config.model.dtype)
+    params = frontend.abstract_params(config.model, dtype)
+    params = _with_sharding(params, sharding.param_shardings(params, rules, mesh))
+    state = _with_specs(jax.eval_shape(lambda: init_state(config, batch)), state_specs(config, rules), mesh)
+    packed = _place(pack(config, bucket, [None] * batch), rules, mesh)
+    rows = config.model.llm.vocab_rows
+    shape = jax.ShapeDtypeStruct
+    tables = Vocabulary(shape((rows,), bool), shape((rows,), bool), shape((rows,), jnp.float32),
+                        shape((8, rows), jnp.int8), shape((8, rows), jnp.int16))
+    controls = jax.eval_shape(lambda: sampling.controls(batch, None))
+    controls = _place(controls, rules, mesh)._replace(
+        vocabulary=_with_sharding(tables, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tables)))
+    with jax.set_mesh(mesh):
+        return jax.jit(transition, static_argnames="config", donate_argnames="state", keep_unused=True).lower(
+            params, config, state, *packed, controls)
 
 
 def abstract_batch(config: VenusConfig, batch_size: int, seq_len: int) -> training.Batch:
@@ -213,6 +237,10 @@ def compile_report(lowered: jax.stages.Lowered, topology: str) -> dict[str, Any]
 
 def _with_sharding(tree, shardings):
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
+def _with_specs(tree, specs, mesh):
+    return jax.tree.map(lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree, specs)
 
 
 def _place(tree, rules, mesh):

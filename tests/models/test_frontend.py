@@ -97,5 +97,5 @@ def test_every_part_runs_in_bfloat16(stored):
     text = jnp.zeros((2, 4), int), jnp.zeros((2, 4, 128), dtype), jnp.array([4, 0])
     turn = jnp.zeros(2, int), talker.empty_cache(config.talker, 2, 64, dtype)
     codes, _, _, cache, raw = jax.eval_shape(lambda params: generate_chunk(
-        params["talker"], config.talker, *text, *turn, jax.random.key(0), keep_scores=True), params)
+        params["talker"], config.talker, *text, *turn, jax.random.split(jax.random.key(0), 2), keep_scores=True), params)
     assert codes.dtype == jnp.int32 and raw.scores.dtype == jnp.float32 and cache.k.dtype == dtype

@@ -105,8 +105,8 @@ def test_rows_come_and_go_as_if_alone(generate, text):
         for row in range(rows):
             if active[row]:
                 own_key, own_draw, own_limit = row_of((key, draw, limit), row)
-                own_codes, own_count, *alone[row], _ = generate(*row_of(given, row), *alone[row], own_key, own_draw, None,
-                                                                own_limit)
+                own_codes, own_count, *alone[row], _ = generate(*row_of(given, row), *alone[row], own_key, own_draw,
+                                                                None, own_limit)
                 assert own_count[0] == count[row]
                 np.testing.assert_array_equal(own_codes[0], codes[row])
             else:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from venus_jax.nn import rope
+from venus_jax.sharding import Rules
 from venus_jax.typing import Array, Bool, Float, Int
 
 
@@ -27,6 +28,12 @@ def empty(num_layers: int, batch: int, slots: int, num_kv_heads: int, head_dim: 
     shape = (num_layers, batch, slots, num_kv_heads, head_dim)
     return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.full((batch, slots), -1, jnp.int32),
                    jnp.zeros((batch,), jnp.int32))
+
+
+def specs(rules: Rules, heads: str | None = "kv_heads") -> KVCache:
+    """PartitionSpecs of a cache: rows over the batch axes, heads over the axis of `heads` (None: whole)."""
+    entry = rules.spec(None, "batch", "cache_slots", heads, None)
+    return KVCache(entry, entry, rules.spec("batch", "cache_slots"), rules.spec("batch"))
 
 
 def next_positions(cache: KVCache, valid: Bool[Array, "b t"]) -> Int[Array, "b t"]:
@@ -82,7 +89,8 @@ def reposition(cache: KVCache, new_position: Int[Array, "b s"], theta: float) ->
 def free_slots(cache: KVCache, valid: Bool[Array, "b t"]) -> Int[Array, "b t"]:
     """The first unused slot for each valid entry of a chunk, `S` where none is left (or where not valid).
 
-    An entry given `S` is dropped by `append` without a sign: check `length` before, `overflowed` cannot tell. For caches that drop entries anywhere: positions and slots are then unrelated.
+    An entry given `S` is dropped by `append` without a sign: check `length` before, `overflowed` cannot tell. For caches
+    that drop entries anywhere: positions and slots are then unrelated.
     """
     size = cache.slot_position.shape[1]
     unused = cache.slot_position < 0

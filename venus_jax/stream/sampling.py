@@ -96,12 +96,12 @@ def controls(batch: int, vocabulary: Vocabulary, **values) -> Controls:
             raise ConfigError(f"{name} is {value!r}; expected {type(default).__name__} or {batch} of them") from None
         if not np.isfinite(array).all() or (name in _POSITIVE and (array <= 0).any()) or (array < 0).any():
             raise ConfigError(f"{name} is {value!r}; expected a {'positive' if name in _POSITIVE else 'non-negative'} number")
-        arrays[name] = jnp.asarray(array)
+        arrays[name] = array
     if (arrays["max_tokens"] < 1).any():
         raise ConfigError("max_tokens must be at least 1")
     if (arrays["repetition_window"] > HISTORY).any():
         raise ConfigError(f"repetition_window is at most {HISTORY}")
-    return Controls(**arrays, vocabulary=vocabulary)
+    return Controls(**{name: jnp.asarray(array) for name, array in arrays.items()}, vocabulary=vocabulary)
 
 
 def process(scores: Float[Array, "b v"], history: Int[Array, "b h"], c: Controls, tokens: ControlTokens,

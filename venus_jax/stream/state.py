@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from venus_jax.config import FRAME_HOP, SAMPLE_RATE, VenusConfig
-from venus_jax.errors import ConfigError
-from venus_jax.media import mel_jax
+from venus_jax.errors import ConfigError, MediaError
+from venus_jax.media import mel, mel_jax
 from venus_jax.media.images import VisionInputs
 from venus_jax.models import talker, whisper
 from venus_jax.models.talker_decode import CHUNK_CODES
@@ -60,10 +60,10 @@ class StreamConfig:
     def __post_init__(self):
         if self.model.audio is None:
             raise ConfigError("a duplex session needs a model with an audio tower")
-        pooled = 2 * FRAME_HOP * self.model.audio.pool_step  # samples of one embedding
-        if not 0.2 <= self.unit_seconds <= 2 or self.unit_samples % pooled:
-            raise ConfigError(f"unit_seconds is {self.unit_seconds}; expected 0.2 to 2 seconds and a multiple of "
-                              f"{pooled / SAMPLE_RATE} s, the time of one audio embedding")
+        try:
+            mel.unit_frames(self.unit_samples)
+        except MediaError as e:
+            raise ConfigError(f"unit_seconds is {self.unit_seconds}: {e}") from e
         if self.speak and self.model.talker is None:
             raise ConfigError("this model has no talker: use speak=False")
         for name in ("slots", "talker_slots", "max_unit_tokens"):
@@ -225,6 +225,18 @@ def init_state(config: StreamConfig, batch: int, dtype: Any = None) -> StreamSta
         clock=Clock(zeros(kind=jnp.float32), zeros(kind=jnp.float32)),
         memory=Memory(zeros(previous), zeros(), zeros(), zeros(MAX_SUFFIX), zeros()),
         key=zeros(2, kind=jnp.uint32))
+
+
+def state_specs(config: StreamConfig, rules: Rules) -> StreamState:
+    """PartitionSpecs of a state: sessions over the batch axes, heads of backbone and audio tower over `tensor`.
+
+    The talker's heads do not divide over a tensor axis and stay whole, as its weights do.
+    """
+    row = rules.spec("batch")
+    shapes = jax.eval_shape(lambda: init_state(config, 1))
+    specs = jax.tree.map(lambda _: row, shapes)
+    return specs._replace(llm=kv_cache.specs(rules), audio=kv_cache.specs(rules, "heads"),
+                          talker=kv_cache.specs(rules, None) if config.speak else None)
 
 
 def select_rows(rows: Bool[Array, "b"], yes: Any, no: Any) -> Any:
