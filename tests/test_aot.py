@@ -73,6 +73,20 @@ def test_appending_to_the_cache_does_not_copy_it(tiny):
     assert parts["temporaries"] < 0.3 * cache
 
 
+def test_a_duplex_unit_updates_its_caches_in_place(tiny, monkeypatch):
+    """Decision loop, talker, setting positions back: none of them may hold the cache a second time."""
+    model = TINY.replace(llm=dict(max_positions=2**18, num_layers=8))
+    monkeypatch.setattr(aot, "model_config", lambda settings: model)
+    config = settings("omni_9b", batch_size=2, cache_slots=2**15, talker_slots=64, slices=0, mesh=(1, 1, 8))
+    mesh = aot.build_mesh(config.mesh, aot.topology_devices("v5e:2x4"))
+    report = aot.compile_report(aot.lower_unit(config, mesh), "v5e:2x4")
+    parts = report["bytes_per_chip"]
+    cache = 2 * 8 * 2 * 2**15 * 128 * 2  # keys and values, layers, rows, slots, head width, bytes; one head a chip
+    assert report["fits"] and parts["aliased"] > cache
+    # one layer at a time is set back in float32, and one layer is read
+    assert parts["temporaries"] < 0.5 * cache
+
+
 def test_a_program_that_does_not_fit_is_reported(tiny):
     config = settings("omni_9b", batch_size=8, append_len=16, cache_slots=2**20, mesh=(1, 1, 4))
     mesh = aot.build_mesh(config.mesh, aot.topology_devices("v5e:2x2"))
@@ -99,6 +113,8 @@ def test_settings_that_cannot_be_used():
         aot.check_settings(settings("omni_9b"), "train")
     with pytest.raises(ConfigError, match="has no 'append_len', which --what=forward needs"):
         aot.check_settings(settings("omni_9b_sft"), "forward")
+    with pytest.raises(ConfigError, match="has no 'cache_slots', which --what=unit needs"):
+        aot.check_settings(settings("omni_9b_sft"), "unit")
     with pytest.raises(ConfigError, match="batch_size is 0"):
         aot.check_settings(settings("omni_9b", batch_size=0), "forward")
     with pytest.raises(ConfigError, match="attention is 'flash'"):

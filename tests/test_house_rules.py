@@ -20,7 +20,7 @@ FLOORS = [
     "stream",
     "data memory training",
     "evaluation serving",
-    "aot api benchmarks cli reports",
+    "aot api benchmarks cli playback reports timeline torch_yardstick",
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
 LINEN_ROOMS = {"acoustic", "models", "nn"}

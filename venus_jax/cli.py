@@ -50,6 +50,16 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
         yield update
 
 
+def compilation_cache() -> None:
+    """Keeps compiled programs for the next run: in `$JAX_COMPILATION_CACHE_DIR`, else in the user's cache folder."""
+    import jax
+
+    if not jax.config.jax_compilation_cache_dir:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        jax.config.update("jax_compilation_cache_dir", os.path.join(home, "venus_jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
 def peak_memory() -> int:
     """The most bytes this process has had in memory at once."""
     with contextlib.suppress(OSError):  # Linux; getrusage there counts what the process that started us had, too

@@ -14,17 +14,21 @@ import pytest
 from venus_jax.checkpoints import golden as golden_lib
 from venus_jax.checkpoints import verify
 from venus_jax.errors import CheckpointError, GoldenError
+from venus_jax.stream import sampling
+from venus_jax.stream import verify as stream_verify
 
 ROOT = Path(__file__).resolve().parents[2]
+RUNNERS = verify.PARTS | stream_verify.PARTS
 
 
 @pytest.fixture(scope="module")
 def checks_of(golden):
     """Runs a part once, whoever asks."""
-    return functools.cache(lambda part: verify.verify(golden_lib.GoldenSet(golden), [part]))
+    return functools.cache(lambda part: verify.verify(golden_lib.GoldenSet(golden), [part], runners=RUNNERS))
 
 
-@pytest.mark.parametrize("part, checks", [("llm", 14), ("vision", 20), ("audio", 130), ("tts", 100)])
+@pytest.mark.parametrize("part, checks", [("llm", 14), ("vision", 20), ("audio", 130), ("tts", 100),
+                                          ("decision", 120), ("duplex", 720)])
 def test_every_fixture_is_met(checks_of, part, checks):
     assert not [str(check) for check in checks_of(part) if not check.ok]
     assert len(checks_of(part)) >= checks  # a fixture that is no longer compared would pass silently
@@ -37,6 +41,26 @@ def test_all_recorded_arrays_are_compared(checks_of, golden):
         with np.load(golden / "audio" / f"{file}.npz") as arrays:
             inputs = {"wave_i16", "wave2_i16", "units"}
             assert not {prefix + key for key in arrays.files if key not in inputs} - names
+
+
+def test_every_unit_of_every_session_is_compared(checks_of, golden):
+    """Ids, lengths and states of each unit, and the whole cache behind the first eviction."""
+    names = {check.name for check in checks_of("duplex")}
+    for path in sorted((golden / "duplex").glob("session_*.json")):
+        for unit in json.loads(path.read_text())["units"]:
+            for what in ("generated ids", "decided", "kv before, after input, said, end", "prefill_embeds", "feed_hidden",
+                         "kv_key_last", "window.units"):
+                assert f"{path.stem}.u{unit['index']}.{what}" in names
+    assert {"session_a_audio.u6.kv_key_all", "session_b_omni.u3.kv_key_all", "session_b_omni.u0.tts_first_probs"} <= names
+
+
+def test_a_wrong_penalty_is_seen(golden, monkeypatch):
+    """Mended penalties are not the recorded ones."""
+    process = sampling.process
+    monkeypatch.setattr(sampling, "process", lambda scores, history, c, tokens, quirks: process(
+        scores, history, c, tokens, False))
+    off = [check.name for check in verify.verify(golden_lib.GoldenSet(golden), ["decision"], runners=RUNNERS) if not check.ok]
+    assert any(name.endswith(".processed") for name in off) and any("result" in name for name in off)
 
 
 def test_a_wrong_weight_is_seen(golden, monkeypatch):

@@ -79,7 +79,7 @@ class Whisper(Encoder):
         Args:
           mel: `CONTEXT_FRAMES` before the unit, the unit (an even number of frames), `CONTEXT_FRAMES` after; a first
             unit has no frames before, they count as absent whatever they hold.
-          first: rows whose stream begins here.
+          first: rows whose stream begins here: it has no sound before. Their cache is the caller's to reset.
           valid: rows that bring sound; others leave their cache as it is and their output means nothing.
           cache: of `max_positions` slots; a row whose next unit would not fit starts again at position 0 (the
             reference's rule, which counts the untrimmed convolution output).
@@ -93,7 +93,7 @@ class Whisper(Encoder):
         x = untrimmed[:, edge:-edge]
         untrimmed_frames = untrimmed.shape[1] - jnp.where(first, edge, 0)
         full = cache.next_position + untrimmed_frames >= self.max_positions
-        cache = kv_cache.reset(cache, valid & (first | full))
+        cache = kv_cache.reset(cache, valid & full)
 
         positions = kv_cache.next_positions(cache, jnp.broadcast_to(valid[:, None], x.shape[:2]))
         seen = jnp.broadcast_to((cache.slot_position >= 0)[:, None], (*x.shape[:2], cache.slot_position.shape[1]))

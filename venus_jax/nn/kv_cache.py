@@ -7,6 +7,7 @@ eviction, reset and ragged batches are integer edits and nothing is shifted. New
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from venus_jax.nn import rope
@@ -83,7 +84,9 @@ def reposition(cache: KVCache, new_position: Int[Array, "b s"], theta: float) ->
     held = (new_position >= 0) & (cache.slot_position >= 0)
     new_position = jnp.where(held, new_position, -1)
     cos, sin = rope.angles(jnp.where(held, new_position - cache.slot_position, 0), cache.k.shape[-1], theta)
-    return KVCache(rope.rotate(cache.k, cos[None], sin[None]), cache.v, new_position, new_position.max(axis=1) + 1)
+    # Layer by layer, in place: rotated all at once the keys would be held twice more, in float32.
+    k = jax.lax.fori_loop(0, cache.k.shape[0], lambda layer, k: k.at[layer].set(rope.rotate(k[layer], cos, sin)), cache.k)
+    return KVCache(k, cache.v, new_position, new_position.max(axis=1) + 1)
 
 
 def free_slots(cache: KVCache, valid: Bool[Array, "b t"]) -> Int[Array, "b t"]:

@@ -36,7 +36,8 @@ def encode_voice(params: Params, config: VenusConfig, samples: np.ndarray) -> np
     parts = []
     for clip in mel.split_clip(samples):
         frames = mel.clip_log_mel(clip).T
-        padded = np.zeros((1, -(-len(frames) // _MEL_MULTIPLE) * _MEL_MULTIPLE, frames.shape[1]), np.float32)
+        width = min(-(-len(frames) // _MEL_MULTIPLE) * _MEL_MULTIPLE, 2 * config.audio.max_positions)
+        padded = np.zeros((1, max(width, len(frames)), frames.shape[1]), np.float32)
         padded[0, :len(frames)] = frames
         count = whisper.num_embeddings(len(frames), config.audio.pool_step)
         parts.append(np.asarray(_encode(params, config, padded, np.array([len(frames)])))[0, :count])

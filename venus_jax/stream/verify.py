@@ -6,7 +6,6 @@ to part token2wav.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import numpy as np
 from venus_jax import tokens as tokens_lib
 from venus_jax.checkpoints.golden import GoldenSet, Report
 from venus_jax.config import VenusConfig
+from venus_jax.errors import GoldenError
 from venus_jax.media import decode, images
 from venus_jax.models import frontend, talker
 from venus_jax.nn import kv_cache
@@ -75,20 +75,38 @@ def verify_decision(golden: GoldenSet, config: VenusConfig, params: Params, repo
 
 def verify_duplex(golden: GoldenSet, config: VenusConfig, params: Params, report: Report) -> None:
     """Every recorded session of the set."""
-    golden.path("duplex/session_a_audio.json")
-    for path in sorted((golden.root / "duplex").glob("session_*.json")):
-        _Session(golden, config, params, report, path.stem).run()
+    names = sorted(path.stem for path in (golden.root / "duplex").glob("session_*.json"))
+    if not names:
+        raise GoldenError(f"{golden.root}: no recorded sessions; expected duplex/session_*.json")
+    infos = [golden.json(f"duplex/{name}.json") for name in names]
+    budget = max(info["settings"]["gen"]["max_new_speak_tokens_per_chunk"] for info in infos)
+    longest = max(unit["kv_after_generate"] for info in infos for unit in info["units"])
+    for name in names:  # sizes that all sessions share: those alike share their programs
+        _Session(golden, config, params, report, name, budget, slots=longest + 2 * budget + 128).run()
+
+
+def _condition(params, config, ids, hidden):
+    model, bos = talker.talker(config), jnp.full((ids.shape[0], 1), config.audio_bos_token_id)
+    return (model.apply({"params": params}, ids, hidden, method="condition"),
+            model.apply({"params": params}, bos, method="embed_text"))
+
+
+def _embed(params, config, *args):
+    return frontend.Frontend(config).apply({"params": params}, *args, method="embed")
 
 
 _STEP = jax.jit(transition, static_argnames="config", donate_argnames="state")
 _PREFILL = jax.jit(prefill, static_argnames="config", donate_argnames="state")
 _FLUSH = jax.jit(flush, static_argnames="config")
+_CONDITION = jax.jit(_condition, static_argnames="config")
+_EMBED = jax.jit(_embed, static_argnames="config")
+_PROCESS = jax.jit(sampling.process, static_argnums=(3, 4))
 
 
 class _Session:
     """One recorded session, replayed."""
 
-    def __init__(self, golden, config, params, report, name):
+    def __init__(self, golden, config, params, report, name, budget, slots):
         self.golden, self.params, self.report, self.name = golden, params, report, name
         self.info, self.z = golden.json(f"duplex/{name}.json"), golden.arrays(f"duplex/{name}.npz")
         self.speech = golden.arrays("audio/speech.npz")["wave_i16"].astype(np.float32) / 32768
@@ -102,14 +120,11 @@ class _Session:
         window = Window(kind, high=high, low=cap.get("basic_window_low_tokens", min(6000, high)),
                         max_units=cap.get("context_max_units", 24), max_previous=cap.get("context_previous_max_tokens", 500),
                         marker=tuple(self.tokenizer.encode(marker)))
-        most = max(unit["kv_after_generate"] for unit in self.info["units"])
-        budget = gen["max_new_speak_tokens_per_chunk"]
         self.config = StreamConfig(
-            config, self.tokenizer.control, slots=most + 2 * budget + 128, talker_slots=config.talker.max_positions
-            if config.talker.max_positions < 1024 else 1024, window=window, max_unit_tokens=budget,
-            speak=cap["generate_audio"], reference_quirks=True, trace=True)
-        self.controls = _controls(1, config, self.tokenizer, gen, max_tokens=budget, max_delegate=0,
-                                  max_chars=0 if self.hf else 28)
+            config, self.tokenizer.control, slots=slots, talker_slots=min(1024, config.talker.max_positions), window=window,
+            max_unit_tokens=budget, speak=cap["generate_audio"], reference_quirks=True, trace=True)
+        self.controls = _controls(1, config, self.tokenizer, gen, max_tokens=gen["max_new_speak_tokens_per_chunk"],
+                                  max_delegate=0, max_chars=0 if self.hf else 28)
         self.force_listen = cap["force_listen_count"]
         self.said: list[int] = []  # the reference's `generated_tokens`
 
@@ -148,8 +163,7 @@ class _Session:
         fed = sum((feed[2] for feed in prepare["feeds"]), [])
         ours = np.where(prompt.media_index[0] >= 0, -1, prompt.ids[0])[:int(prompt.count[0])]
         self.report.same(f"{self.name}.prepare.ids", ours, fed)
-        embeds = jax.jit(frontend.Frontend(self.config.model).apply, static_argnames="method")(
-            {"params": self.params}, prompt.ids, prompt.media, prompt.media_index, method="embed")
+        embeds = _EMBED(self.params, self.config.model, prompt.ids, prompt.media, prompt.media_index)
         self.report.close(f"{self.name}.prepare.embeds", embeds[0, :int(prompt.count[0])], self.z["prepare.embeds"],
                           self.golden.bound(f"{self.name}.prefill_embeds"))
         state = _PREFILL(self.params, self.config, init_state(self.config, 1, jnp.float32), prompt)
@@ -214,9 +228,8 @@ class _Session:
 
     def _processed(self, k, logits, decided, recorded):
         c, control, said = self.controls, self.config.control, list(self.said)
-        process = jax.jit(sampling.process, static_argnums=(3, 4))
         for j, row in enumerate(recorded):
-            ours = np.asarray(process(jnp.asarray(logits[j])[None], _history(said), c, control, True))[0]
+            ours = np.asarray(_PROCESS(jnp.asarray(logits[j])[None], _history(said), c, control, True))[0]
             if not np.isnan(row).all():  # left early
                 self._close(k, f"decode_processed{j}", ours, row, "decode_logits", logits=True)
             if decided[j] != control.chunk_eos:
@@ -252,11 +265,9 @@ class _Session:
         self._same(k, "tts.tokens", out.codes[0, :int(out.code_count[0])], recorded["tokens"])
         after = recorded["text_start_pos_after"]
         self._same(k, "tts.text_start_pos, after", [before, state.talker_start[0]], [recorded["text_start_pos"], after])
-        model, params = talker.talker(self.config.model.talker), {"params": self.params["talker"]}
         n = int(out.token_count[0]) - 1
-        ids, hidden = out.tokens[:, 1:1 + n], out.trace.hidden[:, 2:2 + n]
-        bos = model.apply(params, jnp.array([[self.config.model.talker.audio_bos_token_id]]), method="embed_text")
-        condition = jnp.concatenate([model.apply(params, ids, hidden, method="condition"), bos], axis=1)
+        said, bos = _CONDITION(self.params["talker"], self.config.model.talker, out.tokens[:, 1:], out.trace.hidden[:, 2:1 + out.tokens.shape[1]])
+        condition = np.concatenate([said[:, :n], bos], axis=1)
         bound = self.golden.bound("tts.condition")
         self.report.close(f"{self.name}.u{k}.tts_condition", condition[0], self.z[f"u{k}.tts_condition"], bound)
         first = jax.nn.softmax(self._first_scores(out, recorded))

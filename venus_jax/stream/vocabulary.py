@@ -58,6 +58,9 @@ def vocabulary(tokenizer: Tokenizer, rows: int, reference_quirks: bool = False) 
         if i in tokenizer.special_ids:
             continue
         seconds[i] = text_seconds(piece)
+        if piece and piece.isascii():  # every byte a character; what was begun before is ill-formed
+            next_state[:, i], characters[:, i] = 0, len(piece) + (np.arange(8) > 0)
+            continue
         for state in range(8):
             next_state[state, i], characters[state, i] = _run(state, piece)
     mask = lambda ids: np.isin(np.arange(rows), list(ids))
