@@ -21,7 +21,8 @@ from venus_jax import cli
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("checkpoint", None, "Checkpoint directory, of either kind (see convert.py).", required=True)
-flags.DEFINE_string("input", None, "File to play: wav, flac, mp3, mp4, ... Clips show one frame a second.", required=True)
+flags.DEFINE_string("input", None, "File to play: wav, flac, mp3, mp4, ...; clips show one frame a second.",
+                    required=True)
 flags.DEFINE_string("output", None, "Directory to write; must not exist yet, or be empty.", required=True)
 flags.DEFINE_string("prompt", None, "System prompt; by default the published one.")
 flags.DEFINE_string("voice", None, "File with a reference voice.")
@@ -48,8 +49,8 @@ def main(_):
                     temperature=FLAGS.temperature)
     options = dict(prompt=FLAGS.prompt, slots=FLAGS.slots, speak=False if FLAGS.no_speak else None,
                    settings={name: value for name, value in settings.items() if value is not None})
-    play_file(FLAGS.checkpoint, FLAGS.input, FLAGS.output, text=FLAGS.text, background=FLAGS.background, tail=FLAGS.tail,
-              voice=FLAGS.voice, seed=FLAGS.seed, unit_seconds=FLAGS.unit_seconds, window=FLAGS.window,
+    play_file(FLAGS.checkpoint, FLAGS.input, FLAGS.output, text=FLAGS.text, background=FLAGS.background,
+              tail=FLAGS.tail, voice=FLAGS.voice, seed=FLAGS.seed, unit_seconds=FLAGS.unit_seconds, window=FLAGS.window,
               force_listen_units=FLAGS.force_listen_units, emit=lambda line: print(line, flush=True),
               **{name: value for name, value in options.items() if value is not None})
 

@@ -90,7 +90,8 @@ def test_only_the_shapes_of_the_input_are_compiled(session, speech):
         warnings.simplefilter("error", api.LateCompileWarning)
         list(play(session, heard(speech[:16_000]), tail=0))
         assert session.buckets == [Bucket(0, 0)]
-        steps = list(play(session, heard(speech[:48_000]), [Cue(1.0, "hi"), Cue(1.9, "there")], [Cue(2.5, "a reply")], 0))
+        typed, replies = [Cue(1.0, "hi"), Cue(1.9, "there")], [Cue(2.5, "a reply")]
+        steps = list(play(session, heard(speech[:48_000]), typed, replies, tail=0))
     assert session.buckets == [Bucket(0, 0), Bucket(0, 32)]
     assert [step.typed for step in steps] == ["", "hi\nthere", ""]
     assert [step.background for step in steps] == ["", "", "a reply"]
@@ -198,7 +199,8 @@ def test_what_cannot_be_used_is_named_and_leaves_nothing(tmp_path, golden, venus
         play_file(checkpoint, talk, tmp_path / "full")
     for error, message, options in (
             (ConfigError, "unit_seconds is 0.33", dict(unit_seconds=0.33)), (ConfigError, "tail is -1", dict(tail=-1)),
-            (ConfigError, "expected SECOND:WORDS", dict(text=["hello"])), (ConfigError, "ends at 1.0 s", dict(text=["3:hi"])),
+            (ConfigError, "expected SECOND:WORDS", dict(text=["hello"])),
+            (ConfigError, "ends at 1.0 s", dict(text=["3:hi"])),
             (MediaError, "voice.wav: no such file", dict(voice=tmp_path / "voice.wav")),
             (ConfigError, "window 'none'", dict(window="none"))):
         with pytest.raises(error, match=message):
@@ -250,18 +252,21 @@ def test_lines():
     assert unit(12, text="so far").line() == '  12.0 s  speak    "so far"   25 codes   38 ms'
     line = unit(0, state="listen", codes=UNIT.codes[:0], typed='a "b"\n', background="r", delegate="d", flush=True,
                 end_of_turn=True).line()
-    assert line == ('   0.0 s  listen   typed "a \\"b\\"\\n"   background "r"   delegate "d"   flush   end of turn   38 ms')
+    assert line == ('   0.0 s  listen   typed "a \\"b\\"\\n"   background "r"   delegate "d"   flush   '
+                    'end of turn   38 ms')
     last = summary([unit(0), unit(1, state="listen", seconds=0.05), unit(2, state="listen", seconds=0.05)], 0.5)
     assert last == ("3 units of 0.5 s, 33% speaking; step median 50 ms, 90th percentile 50 ms; real-time factor 0.092")
 
 
 def test_records():
-    step = unit(3, text="天", delegate="look", background="found", typed="hi", thumbnails=(np.zeros((2, 2, 3), np.uint8),))
+    picture = np.zeros((2, 2, 3), np.uint8)
+    step = unit(3, text="天", delegate="look", background="found", typed="hi", thumbnails=(picture,))
     assert step.transcript() == dict(unit=3, state="speak", text="天", delegate="look", background="found")
     assert unit(4).transcript() == dict(unit=4, state="speak", text="")
     assert json.loads(json.dumps(step.trace())) == dict(
-        unit=3, seconds=3.0, state="speak", text="天", delegate="look", tokens=[5, 6], terminator=7, codes=list(range(25)),
-        end_of_turn=False, flush=False, kv_length=40, typed="hi", background="found", frames=1, step_seconds=0.038)
+        unit=3, seconds=3.0, state="speak", text="天", delegate="look", tokens=[5, 6], terminator=7,
+        codes=list(range(25)), end_of_turn=False, flush=False, kv_length=40, typed="hi", background="found", frames=1,
+        step_seconds=0.038)
 
 
 def pixels(path) -> np.ndarray:
@@ -276,7 +281,8 @@ def area(picture: np.ndarray, color: str) -> int:
 
 
 def test_the_picture_shows_who_spoke(tmp_path, speech):
-    steps = [unit(i, state="speak" if 2 <= i < 6 else "listen", text="all $5 _words_ " * (2 <= i < 6)) for i in range(10)]
+    steps = [unit(i, state="listen") for i in range(10)]
+    steps[2:6] = [unit(i, text="all $5 _words_ ") for i in range(2, 6)]
     timeline.draw(tmp_path / "a.png", "talk", speech[:16_000 * 8], steps, 1.0)
     plain = pixels(tmp_path / "a.png")
     assert area(plain, "speak") / area(plain, "listen") == pytest.approx(4 / 6, rel=0.05)

@@ -169,7 +169,7 @@ def lower_unit(settings: Any, mesh) -> jax.stages.Lowered:
     dtype = jnp.dtype(config.model.dtype)
     params = frontend.abstract_params(config.model, dtype)
     params = _with_sharding(params, sharding.param_shardings(params, rules, mesh))
-    state = _with_specs(jax.eval_shape(lambda: init_state(config, batch)), state_specs(config, rules), mesh)
+    state = _with_specs(jax.eval_shape(lambda: init_state(config, batch)), state_specs(config, rules, batch, mesh), mesh)
     packed = _place(pack(config, bucket, [None] * batch), rules, mesh)
     rows = config.model.llm.vocab_rows
     shape = jax.ShapeDtypeStruct

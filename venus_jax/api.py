@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import hashlib
 import os
@@ -165,6 +166,7 @@ class Session:
         self._state = init_state(config, batch)
         self._programs: dict[Bucket, Any] = {}
         self._requests: list[list[int]] = [[] for _ in range(batch)]  # delegate spans that are still open
+        self._tails = [b""] * batch  # the beginning of a character that the next unit completes
         self._units = np.zeros(batch, int)
         self._held = np.zeros(batch, int)  # cache entries of each row
         if precompile:
@@ -173,9 +175,10 @@ class Session:
 
     def set(self, **settings) -> None:
         """Changes sampling settings from the next unit on; others return to their defaults. Compiles nothing."""
-        most = settings.get("max_tokens", sampling.DEFAULTS["max_tokens"])
-        if np.max(most) - 1 > self.config.max_unit_tokens:
-            raise ConfigError(f"max_tokens is {most}; this session was made for max_unit_tokens={self.config.max_unit_tokens}")
+        cap = self.config.max_unit_tokens
+        most = settings.setdefault("max_tokens", min(sampling.DEFAULTS["max_tokens"], cap + 1))
+        if np.max(most) - 1 > cap:
+            raise ConfigError(f"max_tokens is {most}; this session was made for max_unit_tokens={cap}")
         self.controls = sampling.controls(self.batch, self._vocabulary, **settings)
 
     def precompile(self) -> None:
@@ -212,7 +215,7 @@ class Session:
         self._state = _PREFILL(self.venus.params, self.config, self._state, made)
         self._units[marked], self._held[marked] = 0, made.count[marked]
         for row in rows:
-            self._requests[row] = []
+            self._requests[row], self._tails[row] = [], b""
 
     def step(self, audio: Any = None, frames: Any = None, text: Any = None, background: Any = None,
              feedback: Any = None) -> Unit | list[Unit | None]:
@@ -255,7 +258,7 @@ class Session:
     def save(self, directory: str | os.PathLike) -> None:
         """Writes the whole state of all rows to a new directory."""
         info = dict(format=1, settings=self._fingerprint(), batch=self.batch, requests=self._requests,
-                    units=self._units.tolist(), held=self._held.tolist())
+                    tails=[tail.hex() for tail in self._tails], units=self._units.tolist(), held=self._held.tolist())
         store.save_tree(directory, self._state, info)
 
     def restore(self, directory: str | os.PathLike) -> None:
@@ -271,6 +274,7 @@ class Session:
                                       f"({info.get(key)!r}, not {ours!r})")
         self._state = store.load_tree(directory, self._state)
         self._requests = [list(request) for request in info["requests"]]
+        self._tails = [bytes.fromhex(tail) for tail in info["tails"]]
         self._units, self._held = np.array(info["units"]), np.array(info["held"])
 
     def _fingerprint(self) -> str:
@@ -278,7 +282,9 @@ class Session:
 
     def _compile(self, bucket: Bucket) -> None:
         packed = packing.pack(self.config, bucket, [None] * self.batch)
-        self._programs[bucket] = _STEP.lower(self.venus.params, self.config, self._state, *packed, self.controls).compile()
+        program = _STEP.lower(self.venus.params, self.config, self._state, *packed, self.controls).compile()
+        self._state, _ = program(self.venus.params, self._state, *packed, self.controls)  # a first run is slow; nobody moves
+        self._programs[bucket] = program
 
     def _check_room(self, packed) -> None:
         """Refuses before anything moves what the step would refuse row by row (`UnitOutputs.full`)."""
@@ -322,6 +328,15 @@ class Session:
         picture, most = frame if isinstance(frame, tuple) else (frame, model.image.max_slice_nums)
         return tuple(images.slice_image(picture, most, model.image.scale_resolution, model.vision.patch_size))
 
+    def _words(self, i: int, ids: list[int], last: bool) -> str:
+        """Text of a unit; a character cut by the unit's end is kept for the next."""
+        tokenizer = self.venus.tokenizer
+        said = b"".join(tokenizer.pieces[token] for token in ids if token not in tokenizer.special_ids)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        text = decoder.decode(self._tails[i] + said, last)
+        self._tails[i] = decoder.getstate()[0]
+        return text
+
     def _unit(self, i: int, out: UnitOutputs, seconds: float) -> Unit:
         control, decode = self.config.control, self.venus.tokenizer.decode
         ids = lambda name, count: getattr(out, name)[i, :int(getattr(out, count)[i])].tolist()
@@ -339,7 +354,7 @@ class Session:
             self._held[i] = out.kv_length[i]
         return Unit(
             unit=int(out.unit[i]), state="listen" if out.is_listen[i] else "speak",
-            text=decode(ids("text", "text_count"), skip_special=True), delegate="\n".join(filter(None, finished)),
+            text=self._words(i, ids("text", "text_count"), bool(out.end_of_turn[i])), delegate="\n".join(filter(None, finished)),
             codes=np.asarray(ids("codes", "code_count"), np.int32), tokens=tuple(ids("tokens", "token_count")),
             terminator=int(out.terminator[i]), end_of_turn=bool(out.end_of_turn[i]), flush=bool(out.flush[i]),
             kv_length=int(out.kv_length[i]), seconds=seconds)

@@ -189,8 +189,8 @@ def summary(steps: Sequence[Step], unit_seconds: float) -> str:
     """One line of figures; the real-time factor is the time of all steps over the time they covered."""
     took = np.array([step.unit.seconds for step in steps])
     share = np.mean([step.unit.state == "speak" for step in steps])
-    return (f"{len(steps)} units of {unit_seconds:g} s, {share:.0%} speaking; step median {1000 * np.median(took):.0f} ms, "
-            f"90th percentile {1000 * np.percentile(took, 90):.0f} ms; "
+    return (f"{len(steps)} unit{'s' * (len(steps) != 1)} of {unit_seconds:g} s, {share:.0%} speaking; "
+            f"step median {1000 * np.median(took):.0f} ms, 90th percentile {1000 * np.percentile(took, 90):.0f} ms; "
             f"real-time factor {took.sum() / (len(steps) * unit_seconds):.3f}")
 
 
@@ -198,8 +198,8 @@ def summary(steps: Sequence[Step], unit_seconds: float) -> str:
 def read_recording(path: str | os.PathLike) -> Recording:
     """Reads the sound of a file and finds out about its pictures, which are read as they are played.
 
-    Sound that exceeds [-1, 1] is made quieter as a whole. A clip without sound is silent, one whose pictures outlast its
-    sound ends in silence.
+    Sound that exceeds [-1, 1] is made quieter as a whole. A clip without sound is silent, one whose pictures outlast
+    its sound ends in silence.
 
     Raises:
       MediaError: missing, empty, damaged or truncated; no media file.

@@ -64,15 +64,15 @@ class Rules:
             raise ShardingError(f"rules {self.name!r} have no entry for logical axis {logical!r}")
         return table[logical]
 
-    def divides(self, logical: str | None, size: int) -> bool:
-        """Whether a dimension of `size` divides over its mesh axes, under `jax.set_mesh`.
+    def divides(self, logical: str | None, size: int, mesh: Any = None) -> bool:
+        """Whether a dimension of `size` divides over its axes of `mesh` (default: the one of `jax.set_mesh`).
 
         Raises:
           ShardingError: no mesh is entered.
         """
         import jax
 
-        mesh = jax.sharding.get_abstract_mesh()
+        mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
         if mesh.empty:
             raise ShardingError("sharding rules are given but no mesh is entered: use `with jax.set_mesh(mesh):`")
         return size % _mesh_size(mesh, self.axes(logical)) == 0
@@ -86,10 +86,12 @@ class Rules:
 
 TRAIN = Rules("train", (
     ("batch", ("data", "fsdp")), ("len", None), ("embed", "fsdp"), ("act_embed", None), ("heads", "tensor"),
-    ("kv_heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor"), ("cache_slots", None)))
+    ("kv_heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor"), ("cache_slots", None),
+    ("speech_batch", ("data", "fsdp"))))
 SERVE = Rules("serve", (
     ("batch", ("data", "fsdp")), ("len", None), ("embed", None), ("act_embed", None), ("heads", "tensor"),
-    ("kv_heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor"), ("cache_slots", None)))
+    ("kv_heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor"), ("cache_slots", None),
+    ("speech_batch", ("data", "fsdp", "tensor"))))  # the talker lies whole on every chip, so its sessions are spread
 RULES = {"train": TRAIN, "serve": SERVE}
 
 

@@ -37,6 +37,7 @@ POINTS, LINE, COLUMN = 7.5, 0.13, 0.062  # small print: size, inches of a line, 
 WORDS_WIDTH = 1.2  # inches a paragraph of words has at least, so that words stay near their moment
 COLORS = {"heard": "#4c78a8", "listen": "#e4e7ea", "speak": "#f2883c", "typed": "#2f5d8c", "background": "#2e8b57",
           "delegate": "#8e44ad", "flush": "#d62728", "end": "#333333"}
+_text = operator.attrgetter("unit.text")
 NOTES = {"typed": operator.attrgetter("typed"), "background": operator.attrgetter("background"),
          "delegate": operator.attrgetter("unit.delegate")}  # lanes of words at a moment
 
@@ -52,7 +53,8 @@ def draw(path: str | os.PathLike, title: str, sound: np.ndarray, steps: Sequence
     """
     length = len(steps) * unit_seconds
     row_seconds = length if length <= ROW_SECONDS else ROW_SECONDS * math.ceil(length / ROW_SECONDS / MOST_ROWS)
-    used = {"seen": any(step.thumbnails for step in steps)} | {name: any(map(said, steps)) for name, said in NOTES.items()}
+    used = {"seen": any(step.thumbnails for step in steps)}
+    used |= {name: any(map(words, steps)) for name, words in NOTES.items()}
     lanes, top = {}, 0.0  # lane -> (bottom, height), inches from the row's bottom
     for name in reversed(LANES):
         if used.get(name, True):
@@ -60,7 +62,7 @@ def draw(path: str | os.PathLike, title: str, sound: np.ndarray, steps: Sequence
             top += LANES[name]
     rows = math.ceil(length / row_seconds - 1e-9)
     width, height = LEFT + WIDTH + RIGHT, TOP + rows * (top + GAP)
-    print_ = _Print(set(title).union(*(step.unit.text + "".join(said(step) for said in NOTES.values()) for step in steps)))
+    print_ = _Print(set(title).union(*(words(step) for step in steps for words in (_text, *NOTES.values()))))
     sound = sound / max(np.abs(sound).max(initial=0), 1e-3)
     figure = Figure(figsize=(width, height), dpi=130)
     figure.text(LEFT / width, 1 - 0.3 / height, print_.clean(title), fontfamily=print_.families, fontsize=13,
@@ -129,14 +131,15 @@ def _film(axes: Axes, steps: Sequence[Step], low: float, high: float, scale: flo
     free = -math.inf
     for step in steps:
         for picture in step.thumbnails[:1]:
-            tall = 0.9 * high
-            seconds = tall * picture.shape[1] / picture.shape[0] / scale
-            if step.seconds >= free - 1e-6 and step.seconds + seconds <= axes.get_xlim()[1]:
-                axes.imshow(picture, extent=(step.seconds, step.seconds + seconds, low, low + tall), aspect="auto", zorder=2)
-                free = step.seconds + 1.05 * seconds
+            top, begin = low + 0.9 * high, step.seconds
+            end = begin + (top - low) * picture.shape[1] / picture.shape[0] / scale
+            if begin >= free - 1e-6 and end <= axes.get_xlim()[1]:
+                axes.imshow(picture, extent=(begin, end, low, top), aspect="auto", zorder=2)
+                free = end + 0.05 / scale
 
 
-def _notes(axes: Axes, said: dict[float, str], low: float, high: float, color: str, scale: float, print_: _Print) -> None:
+def _notes(axes: Axes, said: dict[float, str], low: float, high: float, color: str, scale: float,
+           print_: _Print) -> None:
     """A mark at each moment and as much of the words behind it as there is room before the next."""
     moments = sorted(said)
     for moment, following in zip(moments, [*moments[1:], axes.get_xlim()[1]]):
@@ -154,7 +157,7 @@ def _words(axes: Axes, steps: Sequence[Step], lane: tuple[float, float], unit_se
     for _, group in itertools.groupby(steps, key=lambda step: step.unit.state):
         run = list(group)
         for at in range(0, len(run), most):
-            begin, text = run[at].seconds, "".join(step.unit.text for step in run[at:at + most])
+            begin, text = run[at].seconds, "".join(map(_text, run[at:at + most]))
             if at and (end - begin) * scale < WORDS_WIDTH:  # too near the row's end for its own
                 begin, text = paragraphs[-1][0], paragraphs.pop()[1] + text
             paragraphs.append((begin, text))
@@ -185,8 +188,8 @@ class _Print:
         padded = "".join(c + "\0" * wide(c) for c in self.clean(text))
         wrapped = textwrap.wrap(padded, max(2, int(width / COLUMN)), max_lines=lines, placeholder="…",
                                 break_on_hyphens=False)
-        axes.text(x, y, "\n".join(wrapped).replace("\0", ""), fontsize=POINTS, fontfamily=self.families, parse_math=False,
-                  linespacing=72 * LINE / POINTS / 1.2, clip_on=True, **style)
+        axes.text(x, y, "\n".join(wrapped).replace("\0", ""), fontsize=POINTS, fontfamily=self.families,
+                  linespacing=72 * LINE / POINTS / 1.2, parse_math=False, clip_on=True, **style)
 
 
 def _fonts(characters: set[str]) -> tuple[list[str], set[str]]:
@@ -220,14 +223,13 @@ def _clock(seconds: float, _) -> str:
 
 def _legend(steps: Sequence[Step], used: dict[str, bool]) -> list:
     """What the colours and marks mean, of those that occur."""
-    dot = lambda name, label, marker="o": Line2D([], [], color=COLORS[name], marker=marker, linestyle="", label=label)
-    handles = [Patch(color=COLORS["heard"], label="user's sound"), Patch(color=COLORS["listen"], label="assistant listens"),
-               Patch(color=COLORS["speak"], label="assistant speaks")]
-    if any(step.unit.end_of_turn for step in steps):
-        handles.append(dot("end", "end of its turn", "|"))
-    if any(step.unit.flush for step in steps):
-        handles.append(dot("flush", "floor lost, queued sound dropped", "X"))
-    handles += [dot(name, label) for name, label in (
-        ("typed", "user types"), ("background", "background reply comes in"), ("delegate", "request to the background"))
-        if used[name]]
-    return [*handles, Line2D([], [], color=COLORS["end"], linestyle=":", label="input ends")]
+    patches = {"heard": "user's sound", "listen": "assistant listens", "speak": "assistant speaks"}
+    marks = {"end": ("|", "end of its turn", any(step.unit.end_of_turn for step in steps)),
+             "flush": ("X", "floor lost, queued sound dropped", any(step.unit.flush for step in steps)),
+             "typed": ("o", "user types", used["typed"]),
+             "background": ("o", "background reply comes in", used["background"]),
+             "delegate": ("o", "request to the background", used["delegate"])}
+    return [*(Patch(color=COLORS[name], label=label) for name, label in patches.items()),
+            *(Line2D([], [], color=COLORS[name], marker=marker, linestyle="", label=label)
+              for name, (marker, label, there) in marks.items() if there),
+            Line2D([], [], color=COLORS["end"], linestyle=":", label="input ends")]

@@ -1,9 +1,11 @@
 """Rotary positions: a rotation, relative, and right at the far end of the context."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from venus_jax.nn import rope
 from venus_jax.nn.rope import angles, rotate
 
 H, THETA = 16, 1_000_000.0
@@ -59,3 +61,11 @@ def test_half_precision_is_rotated_in_float32():
     ours = rotate(x, *angles(at, H, THETA))
     assert ours.dtype == jnp.bfloat16
     np.testing.assert_array_equal(ours, rotate(x.astype(jnp.float32), *angles(at, H, THETA)).astype(jnp.bfloat16))
+
+
+def test_rotating_whole_heads_is_rotating_halves():
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
+    cos, sin = rope.angles(jnp.arange(10).reshape(2, 5) - 4, 8, 1e4)
+    np.testing.assert_allclose(rope.rotate_whole(x, cos, sin), rope.rotate(x, cos, sin), rtol=1e-6, atol=1e-6)
+    half = x.astype(jnp.bfloat16)
+    np.testing.assert_array_equal(rope.rotate_whole(half, cos, sin), rope.rotate(half, cos, sin))

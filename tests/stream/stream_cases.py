@@ -63,8 +63,8 @@ def lively_params(config: config_lib.VenusConfig = CONFIG, seed: int = 0):
     """Random parameters whose control tokens score high: they listen, speak, delegate, and end chunks and turns."""
     params = tiny.random_params(config, seed)
     louder = np.ones(ROWS, np.float32)
-    for name, factor in dict(listen=3.5, speak=2.5, chunk_eos=4, turn_eos=3, delegate_start=2.5, delegate_end=3.5,
-                             tts_bos=2, chunk_tts_eos=2).items():
+    for name, factor in dict(listen=2.5, speak=2.8, chunk_eos=2.6, turn_eos=2.2, delegate_start=3.4, delegate_end=2.5,
+                             tts_bos=1.5, chunk_tts_eos=1.3).items():
         louder[getattr(C, name)] = factor
     params["llm"]["lm_head"]["kernel"] *= louder
     return params
@@ -115,9 +115,11 @@ class Scripted:
     SOUND = 0  # the dimension that every embedding of sound is
 
     def __init__(self, reference_quirks: bool = False, config: config_lib.VenusConfig = HEARING, seconds=None,
-                 unit_seconds: float = 1.0, slots: int = 512, max_unit_tokens: int = 12, talker_slots: int = 96, **settings):
+                 unit_seconds: float = 1.0, slots: int = 512, max_unit_tokens: int = 12, talker_slots: int = 96,
+                 window: Window = Window(), **settings):
         self.config = StreamConfig(config, C, unit_seconds=unit_seconds, slots=slots, talker_slots=talker_slots,
-                                   max_unit_tokens=max_unit_tokens, reference_quirks=reference_quirks)
+                                   max_unit_tokens=max_unit_tokens, reference_quirks=reference_quirks, window=window,
+                                   speak=config.talker is not None)
         self.state = init_state(self.config, 1)
         vocabulary = tables(reference_quirks)
         if seconds is not None:  # how long a word takes
@@ -146,6 +148,10 @@ class Scripted:
         controls = sampling.controls(1, self.vocabulary, **self.settings)
         self.state, out = STEP(given, self.config, self.state, *packed, controls)
         return said(out)
+
+    def join(self, prefix, suffix) -> None:
+        """Begins a new session with this prompt."""
+        self.state = PREFILL(self.params, self.config, self.state, make_prompt(self.config, [True], prefix, None, suffix, [0]))
 
     @property
     def talker_start(self) -> int:
@@ -197,7 +203,7 @@ def random_ticks(rng: np.random.Generator, batch: int, count: int) -> list[Tick]
     for k in range(count):
         joins = {}
         for i in range(batch):
-            if rng.random() < (0.03 if present[i] else 0.3) or k == count // 2 and not present[i]:
+            if rng.random() < (0.06 if present[i] else 0.3) or k == count // 2 and not present[i]:
                 joins[i] = random_prompt(rng)
                 present[i] = True
         rows = [random_row(rng) if present[i] and rng.random() < 0.85 else None for i in range(batch)]
@@ -389,3 +395,33 @@ def recomputed_scores(session: Session) -> np.ndarray:
     pad = lambda a, fill: np.pad(a, (0, LONGEST - len(a)), constant_values=fill)
     index = layout.media_index(len(pictures) * CONFIG.resampler.num_queries)
     return np.asarray(_scores(params, pad(layout.ids, 0), media, pad(index, -1)))
+
+
+def explicit_scores(params, config, x: np.ndarray, sights: list[tuple[list[int], list[int]]]) -> np.ndarray:
+    """The backbone written out in float64: entry i sees the places `sights[i][0]` at the distances `sights[i][1]`."""
+    llm = jax.tree.map(lambda a: np.asarray(a, np.float64), params["llm"])
+    count, group = len(x), config.num_heads // config.num_kv_heads
+    seen, distance = np.zeros((count, count), bool), np.zeros((count, count))
+    for i, (places, distances) in enumerate(sights):
+        seen[i, places], distance[i, places] = True, distances
+    frequency = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    turn = np.exp(1j * distance[..., None] * frequency)  # [T, T, H/2]
+    norm = lambda x, scale: x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_eps) * scale
+    paired = lambda x: x[..., :config.head_dim // 2] + 1j * x[..., config.head_dim // 2:]
+    x = np.asarray(x, np.float64)
+    for n in range(config.num_layers):
+        layer = jax.tree.map(lambda a: a[n], llm["layers"])
+        attn, y = layer["attn"], norm(x, layer["attn_norm"]["scale"])
+        q, k, v = ((y @ attn[f"{name}_proj"]["kernel"]).reshape(count, -1, config.head_dim) for name in "qkv")
+        q, k = paired(norm(q, attn["q_norm"]["scale"])), paired(norm(k, attn["k_norm"]["scale"]))
+        mixed = []
+        for head in range(config.num_heads):
+            scores = np.einsum("ih,jh,ijh->ij", q[:, head], k[:, head // group].conj(), turn, optimize=True).real
+            scores = np.where(seen, scores / np.sqrt(config.head_dim), -np.inf)
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            mixed.append(weights / weights.sum(1, keepdims=True) @ v[:, head // group])
+        x = x + np.concatenate(mixed, 1) @ attn["o_proj"]["kernel"]
+        y, mlp = norm(x, layer["mlp_norm"]["scale"]), layer["mlp"]
+        gate = y @ mlp["gate_proj"]["kernel"]
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ mlp["up_proj"]["kernel"])) @ mlp["down_proj"]["kernel"]
+    return norm(x, llm["norm"]["scale"]) @ llm["lm_head"]["kernel"]

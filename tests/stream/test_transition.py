@@ -1,5 +1,7 @@
 """The transition under attack: what rows, padding, shapes, joins and time must not change, and the grammar rule by rule."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,18 +9,23 @@ import pytest
 
 from tests.stream import stream_cases as cases
 from tests.stream.stream_cases import C, WORDS, Scripted
+from venus_jax import api
+from venus_jax.errors import CapacityError, ConfigError
+from venus_jax.models.talker_decode import CHUNK_CODES
+from venus_jax.stream.state import StreamConfig, codes_per_unit
+from venus_jax.stream.transition import prefill, transition
 
 A, B, D, E, F, G, H, I = WORDS[:8]
 LISTEN = [C.listen]
 
 
 # --- random sessions ------------------------------------------------------------------------------------------------
-ROWS, UNITS = range(4), 60
+ROWS, UNITS = range(4), 72
 
 
 @pytest.fixture(scope="module")
 def ticks():
-    return cases.random_ticks(np.random.default_rng(7), len(ROWS), UNITS)
+    return cases.random_ticks(np.random.default_rng(8), len(ROWS), UNITS)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +38,7 @@ def test_the_random_session_does_everything(ticks, record):
     """Otherwise the tests below would show little."""
     outs = [step[-1] for step in record]
     count = lambda what: int(sum(np.sum(what(out) & out.active) for out in outs))
-    assert count(lambda out: out.active) >= 150
+    assert count(lambda out: out.active) >= 200
     for what in (lambda out: out.is_listen, lambda out: ~out.is_listen, lambda out: out.end_of_turn, lambda out: out.flush,
                  lambda out: out.forced_turn_end, lambda out: out.text_count > 1, lambda out: out.code_count == 25,
                  lambda out: out.delegate_count > 1, lambda out: out.terminator == C.chunk_eos,
@@ -397,3 +404,146 @@ def test_a_long_turn_outgrows_the_talker_s_cache_and_goes_on():
         assert positions.tolist() == list(range(session.talker_start))  # nothing was dropped or doubled
         assert 28 <= session.talker_start <= 96
     assert session([C.speak, C.turn_eos, C.chunk_eos]).end_of_turn and session.talker_start == 0
+
+
+@pytest.mark.parametrize("seconds", [0.2, 0.5, 1.0, 2.0])
+def test_a_unit_s_codes_are_as_long_as_the_unit(seconds):
+    """A clock is refused, or a second of it takes 25 codes."""
+    try:
+        config = StreamConfig(cases.HEARING, C, unit_seconds=seconds, slots=256, talker_slots=256)
+    except ConfigError:
+        return
+    count = sum(int(min(codes_per_unit(config, jnp.array(u)), CHUNK_CODES)) for u in range(10))
+    assert count == round(25 * seconds * 10)
+
+
+def test_a_talker_cache_too_small_for_a_unit_is_refused():
+    """The half that is kept, a unit's words and its codes must fit, or entries are dropped without a word."""
+    with pytest.raises(ConfigError, match="talker_slots"):
+        StreamConfig(cases.HEARING, C, slots=256, talker_slots=64, max_unit_tokens=12)
+
+
+# --- joins ----------------------------------------------------------------------------------------------------------
+def test_a_new_session_hears_nothing_of_the_last_but_in_the_reference():
+    """Surprise 4."""
+    for quirks in (False, True):
+        session = Scripted(quirks, cases.HEARING)
+        session.params = cases.lively_params(cases.HEARING) | {"llm": session.params["llm"]}
+        heard = []
+        for seed in (0, 0):
+            session.join(WORDS[:5], WORDS[5:7])
+            for unit in range(2):
+                session(LISTEN, seed=seed + unit)
+            heard.append(cases.row_of(session.state, 0))
+        audio = [state.audio for state in heard]
+        assert (audio[0].next_position == audio[1].next_position) == (not quirks)
+        if not quirks:
+            cases.assert_same_row(heard[1], heard[0])
+
+
+# --- through the front door -----------------------------------------------------------------------------------------
+BUCKETS = (cases.Bucket(0, 0), cases.Bucket(0, 12), cases.Bucket(2, 12))
+
+
+def quickly(monkeypatch):
+    """Sessions compile as the other tests do."""
+    for name, function in (("_STEP", transition), ("_PREFILL", prefill)):
+        monkeypatch.setattr(api, name, jax.jit(function, static_argnames="config", donate_argnames="state",
+                                               compiler_options=cases.QUICK))
+
+
+@pytest.fixture(scope="module")
+def session():
+    with pytest.MonkeyPatch.context() as patch:
+        quickly(patch)
+        venus = api.Venus(cases.CONFIG, cases.lively_params(), cases.TOKENIZER)
+        yield venus.duplex(batch=2, buckets=BUCKETS, slots=160, talker_slots=96, max_unit_tokens=8,
+                           settings=dict(max_tokens=8))
+
+
+def random_step(session, rng):
+    """One unit of whatever a client may send."""
+    some = lambda p, make: [make() if rng.random() < p else None for _ in range(2)]
+    audio = some(0.8, lambda: (0.1 * rng.standard_normal(cases.SECOND)).astype(np.float32))
+    frames = some(0.2, lambda: [rng.integers(0, 256, (40, 30, 3), np.uint8) for _ in range(rng.integers(1, 3))])
+    text, background = some(0.15, lambda: "stop it"), some(0.1, lambda: "it rains")
+    feedback = some(0.4, lambda: dict(force_listen=bool(rng.random() < 0.2), stop=bool(rng.random() < 0.1),
+                                      played=float(rng.uniform(0, 2))))
+    if not any(x is not None for part in (audio, frames, text, background) for x in part):
+        audio[0] = np.zeros(cases.SECOND, np.float32)
+    if rng.random() < 0.1:
+        session.set(max_tokens=int(rng.integers(2, 9)), greedy=bool(rng.random() < 0.5), top_k=int(rng.integers(0, 30)))
+    if rng.random() < 0.05:
+        session.join(int(rng.integers(2)), "Hello there", seed=int(rng.integers(99)))
+    return session.step(audio, frames, text, background, feedback)
+
+
+@pytest.mark.filterwarnings("error::venus_jax.api.LateCompileWarning")
+def test_programs_are_compiled_once(session):
+    compiled, rng = [], np.random.default_rng(0)
+
+    def listener(event, duration, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(kwargs)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        units = [random_step(session, rng) for _ in range(200)]
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    assert session.num_programs == len(BUCKETS)
+    assert not compiled, f"{len(compiled)} programs were compiled during the session"
+    rows = [unit for both in units for unit in both if unit is not None]
+    assert len(rows) > 250 and {unit.state for unit in rows} == {"listen", "speak"}
+    assert any(unit.text for unit in rows) and any(unit.delegate for unit in rows) and max(u.kv_length for u in rows) <= 160
+
+
+def test_a_saved_session_goes_on_alike(session, tmp_path):
+    rng = np.random.default_rng(1)
+    for _ in range(5):
+        random_step(session, rng)
+    session.save(tmp_path / "state")
+    strip = lambda units: [unit and (*dataclasses.astuple(dataclasses.replace(unit, seconds=0, codes=None)), unit.codes.tolist())
+                           for unit in units]
+    futures = []
+    for _ in range(2):
+        rng = np.random.default_rng(2)
+        futures.append([strip(random_step(session, rng)) for _ in range(12)])
+        session.restore(tmp_path / "state")
+        session.set(max_tokens=8)
+    assert futures[0] == futures[1]
+
+
+def silent_session(**options):
+    venus = api.Venus(cases.SILENT, cases.lively_params(cases.SILENT), cases.TOKENIZER)
+    return venus.duplex(precompile=False, max_unit_tokens=8, settings=dict(max_tokens=8, max_delegate=1), **options)
+
+
+@pytest.mark.filterwarnings("error::venus_jax.api.LateCompileWarning")
+@pytest.mark.parametrize("window", ["ring", "prefix_ring"])
+def test_a_unit_that_fits_no_ring_is_refused(monkeypatch, window):
+    quickly(monkeypatch)
+    session = silent_session(window=window, slots=64, buckets=(cases.Bucket(0, 64),))
+    room = 64 - (window == "prefix_ring") * int(session._held[0])
+    second = np.zeros(cases.SECOND, np.float32)
+    fits = room - (1 + 10 + 8 + 3)
+    with pytest.raises(CapacityError, match="session 0"):
+        session.step(second, text="a" * (fits + 1))
+
+
+def test_a_full_session_says_so_and_goes_on_after_a_join(monkeypatch):
+    quickly(monkeypatch)
+    session = silent_session(window="error", slots=96, buckets=(cases.Bucket(0, 0),))
+    session.precompile()
+    second, units = np.zeros(cases.SECOND, np.float32), []
+    with pytest.raises(CapacityError, match="session 0 holds .* of 96"):
+        for _ in range(20):
+            units.append(session.step(second, feedback=dict(force_listen=True)))
+    assert 2 <= len(units) < 8
+    before = cases.listen_to(session._state)
+    with pytest.raises(CapacityError):
+        session.step(second)
+    jax.tree.map(np.testing.assert_array_equal, before, cases.listen_to(session._state))
+    session.join(0)
+    again = session.step(second, feedback=dict(force_listen=True))
+    assert (again.unit, again.kv_length) == (0, units[0].kv_length)

@@ -31,10 +31,10 @@ def empty(num_layers: int, batch: int, slots: int, num_kv_heads: int, head_dim: 
                    jnp.zeros((batch,), jnp.int32))
 
 
-def specs(rules: Rules, heads: str | None = "kv_heads") -> KVCache:
-    """PartitionSpecs of a cache: rows over the batch axes, heads over the axis of `heads` (None: whole)."""
-    entry = rules.spec(None, "batch", "cache_slots", heads, None)
-    return KVCache(entry, entry, rules.spec("batch", "cache_slots"), rules.spec("batch"))
+def specs(rules: Rules, heads: str | None = "kv_heads", batch: str | None = "batch") -> KVCache:
+    """PartitionSpecs of a cache: rows over the axes of `batch`, heads over those of `heads` (None: whole)."""
+    entry = rules.spec(None, batch, "cache_slots", heads, None)
+    return KVCache(entry, entry, rules.spec(batch, "cache_slots"), rules.spec(batch))
 
 
 def next_positions(cache: KVCache, valid: Bool[Array, "b t"]) -> Int[Array, "b t"]:
@@ -85,7 +85,8 @@ def reposition(cache: KVCache, new_position: Int[Array, "b s"], theta: float) ->
     new_position = jnp.where(held, new_position, -1)
     cos, sin = rope.angles(jnp.where(held, new_position - cache.slot_position, 0), cache.k.shape[-1], theta)
     # Layer by layer, in place: rotated all at once the keys would be held twice more, in float32.
-    k = jax.lax.fori_loop(0, cache.k.shape[0], lambda layer, k: k.at[layer].set(rope.rotate(k[layer], cos, sin)), cache.k)
+    turn = lambda layer, k: k.at[layer].set(rope.rotate_whole(k[layer], cos, sin))
+    k = jax.lax.fori_loop(0, cache.k.shape[0], turn, cache.k)
     return KVCache(k, cache.v, new_position, new_position.max(axis=1) + 1)
 
 

@@ -102,22 +102,20 @@ def pack(config: StreamConfig, bucket: Bucket, rows: Sequence[Row | None]) -> tu
         if row.samples is not None:
             inputs.samples[i] = checked_samples(row.samples, config.unit_samples)
             inputs.has_sound[i] = True
-        layout = g.unit_input(row.slices, row.samples is not None, row.text)
-        count = len(layout.ids)
-        if count > width or sum(row.slices) > bucket.slices:
-            raise CapacityError(f"a unit of {count} tokens and {sum(row.slices)} slices does not fit {bucket}")
-        inputs.ids[i, :count] = layout.ids
-        inputs.media_index[i, :count] = layout.media_index(queries)
+        layout = g.unit_input(row.slices, row.samples is not None, row.text, row.background)
+        block = len(row.background) and len(row.background) + 2
+        count = len(layout.ids) - block
+        if count > width or block > bucket.text or sum(row.slices) > bucket.slices:
+            raise CapacityError(f"a unit of {count} tokens, {sum(row.slices)} picture slices and {block} tokens of "
+                                f"background text does not fit {bucket}")
+        inputs.ids[i, :count] = layout.ids[:count]
+        inputs.media_index[i, :count] = layout.media_index(queries)[:count]
         inputs.count[i] = count
         inputs.media_count[i] = _media_count(layout)
+        background.ids[i, :block] = layout.ids[count:]
+        background.count[i] = block
         if slices := [s for picture in row.pictures for s in picture]:
             _put_pictures(config, inputs.images, i, slices)
-        if row.background:
-            block = g.backend(row.background).ids
-            if len(block) > bucket.text:
-                raise CapacityError(f"a background text of {len(block)} tokens does not fit {bucket}")
-            background.ids[i, :len(block)] = block
-            background.count[i] = len(block)
     return inputs, background, feedback
 
 

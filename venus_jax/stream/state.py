@@ -227,16 +227,20 @@ def init_state(config: StreamConfig, batch: int, dtype: Any = None) -> StreamSta
         key=zeros(2, kind=jnp.uint32))
 
 
-def state_specs(config: StreamConfig, rules: Rules) -> StreamState:
+def state_specs(config: StreamConfig, rules: Rules, batch: int, mesh: Any) -> StreamState:
     """PartitionSpecs of a state: sessions over the batch axes, heads of backbone and audio tower over `tensor`.
 
-    The talker's heads do not divide over a tensor axis and stay whole, as its weights do.
+    The talker lies whole on every chip and its heads do not divide, so its sessions are spread over all chips, where
+    they divide.
     """
-    row = rules.spec("batch")
-    shapes = jax.eval_shape(lambda: init_state(config, 1))
-    specs = jax.tree.map(lambda _: row, shapes)
-    return specs._replace(llm=kv_cache.specs(rules), audio=kv_cache.specs(rules, "heads"),
-                          talker=kv_cache.specs(rules, None) if config.speak else None)
+    def rows(name):
+        return name if rules.divides(name, batch, mesh) else None
+
+    row = rules.spec(rows("batch"))
+    specs = jax.tree.map(lambda _: row, jax.eval_shape(lambda: init_state(config, 1)))
+    return specs._replace(
+        llm=kv_cache.specs(rules, batch=rows("batch")), audio=kv_cache.specs(rules, "heads", rows("batch")),
+        talker=kv_cache.specs(rules, None, rows("speech_batch")) if config.speak else None)
 
 
 def select_rows(rows: Bool[Array, "b"], yes: Any, no: Any) -> Any:

@@ -32,6 +32,7 @@ from venus_jax.media import mel_jax
 from venus_jax.models import frontend, talker_decode
 from venus_jax.models.talker_decode import CHUNK_CODES
 from venus_jax.nn import kv_cache
+from venus_jax.sharding import constrain
 from venus_jax.stream import kv_cache as windows
 from venus_jax.stream import sampling
 from venus_jax.stream.sampling import Controls
@@ -380,10 +381,13 @@ def _voice(params, config, state, said, active, controls):
                               greedy=controls.voice_greedy)
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(state.key), -1 - state.unit)
 
+    spread = lambda x: constrain(x, config.rules, "speech_batch", *[None] * (x.ndim - 1))
+    voice, voice_hidden, voice_count = map(spread, (said.voice, said.voice_hidden, said.voice_count))
+
     def speak(carry):
         cache, start, *_ = carry
         codes, count, start, cache, raw = talker_decode.generate_chunk(
-            params["talker"], model, said.voice, said.voice_hidden, said.voice_count, start, cache, keys, draw,
+            params["talker"], model, voice, voice_hidden, voice_count, start, cache, keys, draw,
             keep_scores=config.trace, active=speaks, limit=limit)
         return cache, start, codes, count, raw.scores, jnp.bool_(False)
 
