@@ -13,7 +13,9 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 import time
@@ -24,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from venus_jax import sharding
 from venus_jax.checkpoints import convert, store
 from venus_jax.config import VenusConfig
 from venus_jax.errors import CapacityError, CheckpointError, ConfigError, MediaError
@@ -34,7 +37,7 @@ from venus_jax.stream.chat import ChatReply, chat
 from venus_jax.stream.inputs import Bucket, Row
 from venus_jax.stream.kv_cache import Window
 from venus_jax.stream.prompt import encode_voice, make_prompt
-from venus_jax.stream.state import StreamConfig, UnitOutputs, init_state
+from venus_jax.stream.state import StreamConfig, UnitOutputs, init_state, state_specs
 from venus_jax.stream.transition import prefill, room_needed, transition
 from venus_jax.stream.unit import prompt_text
 from venus_jax.stream.vocabulary import vocabulary
@@ -85,6 +88,7 @@ class Venus:
     config: VenusConfig
     params: Params
     tokenizer: Tokenizer
+    mesh: Any = None
 
     def duplex(self, batch: int = 1, prompt: str = DEFAULT_PROMPT, voice: np.ndarray | None = None, seed: int = 0,
                buckets: Sequence[Bucket] | None = None, precompile: bool = True, force_listen_units: int = 0,
@@ -101,12 +105,12 @@ class Venus:
           force_listen_units: units at the beginning in which the model does not speak.
           window: what stays in the cache, a `Window` or its kind.
           settings: sampling and budgets, see `sampling.Controls`.
-          options: fields of `StreamConfig` (slots, unit_seconds, speak, reference_quirks, rules, ...).
+          options: fields of `StreamConfig` (slots, unit_seconds, speak, reference_quirks, ...).
 
         Raises:
           ConfigError, CapacityError: an option that cannot be, named.
         """
-        known = {f.name for f in dataclasses.fields(StreamConfig)} - {"model", "control", "window"}
+        known = {f.name for f in dataclasses.fields(StreamConfig)} - {"model", "control", "window", "rules"}
         if unknown := sorted(options.keys() - known):
             raise ConfigError(f"duplex option {unknown[0]!r} is unknown; expected one of {', '.join(sorted(known))}")
         window = Window(window) if isinstance(window, str) else window
@@ -117,7 +121,8 @@ class Venus:
         options.setdefault("speak", self.config.talker is not None)
         if options["speak"]:
             options.setdefault("talker_slots", min(1024, self.config.talker.max_positions))
-        config = StreamConfig(self.config, self.tokenizer.control, window=window, **options)
+        rules = None if self.mesh is None else sharding.SERVE
+        config = StreamConfig(self.config, self.tokenizer.control, window=window, rules=rules, **options)
         return Session(self, config, batch, prompt, voice, seed, buckets, precompile, force_listen_units, settings or {})
 
     def chat(self, messages: Sequence[dict[str, Any]], **options) -> str:
@@ -129,12 +134,12 @@ class Venus:
         return chat(self.params, self.config, self.tokenizer, messages, **options)
 
 
-def load(path: str | os.PathLike, dtype: Any = None, shardings: store.Shardings | None = None) -> Venus:
+def load(path: str | os.PathLike, dtype: Any = None, mesh: Any = None) -> Venus:
     """Loads a checkpoint directory, ours or Hugging Face's.
 
     Args:
       dtype: of parameters and computation; by default bfloat16 on accelerators and float32 on a CPU.
-      shardings: see `store.load_checkpoint`.
+      mesh: lay the model out for serving on these devices (`sharding.make_mesh`); sessions then lie on them, too.
 
     Raises:
       CheckpointError, TokenizerError: what is missing or wrong, named.
@@ -142,9 +147,10 @@ def load(path: str | os.PathLike, dtype: Any = None, shardings: store.Shardings 
     if not os.path.isdir(path):
         raise CheckpointError(f"{path}: expected a checkpoint directory")
     dtype = jnp.dtype(dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-    config, params = convert.load_any(path, shardings, dtype)
+    place = None if mesh is None else lambda shapes: sharding.param_shardings(shapes, sharding.SERVE, mesh)
+    config, params = convert.load_any(path, place, dtype)
     tokenizer = load_tokenizer(path, config.llm.vocab_size)
-    return Venus(config.replace(dtype=dtype.name), jax.device_put(params) if shardings is None else params, tokenizer)
+    return Venus(config.replace(dtype=dtype.name), jax.device_put(params) if mesh is None else params, tokenizer, mesh)
 
 
 class Session:
@@ -163,7 +169,9 @@ class Session:
         self.force_listen_units = force_listen_units
         self._vocabulary = vocabulary(venus.tokenizer, venus.config.llm.vocab_rows, config.reference_quirks)
         self.set(**settings)
-        self._state = init_state(config, batch)
+        self._begin, self._prefill, self._step = _programs(config, batch, venus.mesh)
+        with self._on_mesh():
+            self._state = self._begin(config, batch)
         self._programs: dict[Bucket, Any] = {}
         self._requests: list[list[int]] = [[] for _ in range(batch)]  # delegate spans that are still open
         self._tails = [b""] * batch  # the beginning of a character that the next unit completes
@@ -212,7 +220,8 @@ class Session:
         embeddings = None if voice is None else encode_voice(self.venus.params, self.venus.config, voice)
         seeds = [(seed + row) % 2**32 for row in range(self.batch)]
         made = make_prompt(self.config, marked, prefix, embeddings, tokenizer.encode(after), seeds)
-        self._state = _PREFILL(self.venus.params, self.config, self._state, made)
+        with self._on_mesh():
+            self._state = self._prefill(self.venus.params, self.config, self._state, made)
         self._units[marked], self._held[marked] = 0, made.count[marked]
         for row in rows:
             self._requests[row], self._tails[row] = [], b""
@@ -282,7 +291,8 @@ class Session:
 
     def _compile(self, bucket: Bucket) -> None:
         packed = packing.pack(self.config, bucket, [None] * self.batch)
-        program = _STEP.lower(self.venus.params, self.config, self._state, *packed, self.controls).compile()
+        with self._on_mesh():
+            program = self._step.lower(self.venus.params, self.config, self._state, *packed, self.controls).compile()
         self._state, _ = program(self.venus.params, self._state, *packed, self.controls)  # a first run is slow; nobody moves
         self._programs[bucket] = program
 
@@ -296,6 +306,9 @@ class Session:
             row = int(full.argmax())
             raise CapacityError(f"session {row} holds {self._held[row]} of {self.config.slots} cache slots and a unit may "
                                 f"take {int(needed[row])}; window {self.config.window.kind!r} cannot make room")
+
+    def _on_mesh(self):
+        return contextlib.nullcontext() if self.venus.mesh is None else jax.set_mesh(self.venus.mesh)
 
     def _per_row(self, name: str, value: Any) -> Sequence[Any]:
         if self.batch == 1:
@@ -360,5 +373,15 @@ class Session:
             kv_length=int(out.kv_length[i]), seconds=seconds)
 
 
-_STEP = jax.jit(transition, static_argnames="config", donate_argnames="state")
-_PREFILL = jax.jit(prefill, static_argnames="config", donate_argnames="state")
+@functools.cache
+def _programs(config: StreamConfig, batch: int, mesh: Any):
+    """(init_state, prefill, transition) jitted; on a mesh the state keeps its layout."""
+    begin = functools.partial(jax.jit, init_state, static_argnums=(0, 1))
+    read, step = (functools.partial(jax.jit, f, static_argnames="config", donate_argnames="state")
+                  for f in (prefill, transition))
+    if mesh is None:
+        return begin(), read(), step()
+    specs = state_specs(config, sharding.SERVE, batch, mesh)
+    layout = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs,
+                          is_leaf=lambda x: isinstance(x, jax.P))
+    return begin(out_shardings=layout), read(out_shardings=layout), step(out_shardings=(layout, None))

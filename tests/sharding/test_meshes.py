@@ -94,7 +94,6 @@ def test_parameters_really_are_cut(params, shape):
 
 def test_serving_rules_give_the_same_hidden_states(params):
     """Heads over eight devices: the cached forward equals the unsharded one."""
-    from venus_jax.aot import cache_shardings
     from venus_jax.nn import kv_cache
 
     llm, ids = CONFIG.llm, jnp.arange(24).reshape(2, 12) % 512
@@ -118,7 +117,25 @@ def test_serving_rules_give_the_same_hidden_states(params):
     mesh = sharding.make_mesh((1, 1, 8))
     with jax.set_mesh(mesh):
         placed = jax.device_put(params, sharding.param_shardings(params, sharding.SERVE, mesh))
-        cut = jax.device_put(cache, cache_shardings(sharding.SERVE, mesh))
+        cut = jax.device_put(cache, jax.tree.map(lambda spec: NamedSharding(mesh, spec), kv_cache.specs(sharding.SERVE)))
         sharded, after = run(sharding.SERVE, placed, cut)
     assert after.k.sharding.spec[3] == "tensor"
     np.testing.assert_allclose(plain, sharded, atol=2e-5, rtol=0)
+
+
+def test_sessions_on_a_mesh_say_the_same(golden):
+    """Four rows over `data`, heads over `tensor`, speech over both: words, codes and lengths of the unsharded session."""
+    from venus_jax import api
+    from venus_jax.stream.inputs import Bucket
+
+    sound = 0.1 * np.random.default_rng(0).standard_normal((4, 16_000)).clip(-3, 3).astype(np.float32)
+    said = []
+    for mesh in (None, sharding.make_mesh((2, 1, 2), jax.devices()[:4])):
+        session = api.load(golden / "checkpoint", mesh=mesh).duplex(
+            batch=4, slots=256, max_unit_tokens=8, buckets=[Bucket()], seed=1, settings=dict(follow_clock=False))
+        units = [unit for k in range(4) for unit in session.step(audio=list(np.roll(sound, k, axis=0)))]
+        said.append([(u.tokens, u.terminator, u.codes.tolist(), u.kv_length) for u in units])
+        if mesh is not None:
+            assert session._state.llm.k.sharding.spec[1:4:2] == (("data", "fsdp"), "tensor")
+            assert session._state.talker.k.sharding.spec[1] == ("data", "fsdp", "tensor")
+    assert said[0] == said[1] and len({tokens for tokens, *_ in said[0]}) > 4

@@ -130,8 +130,11 @@ class Scripted:
                              follow_clock=seconds is not None) | settings
         self.params = _one_hot(config)
 
-    def __call__(self, *runs, text=(), background=(), params=None, seed=0, **feedback) -> Said:
-        """One unit. Every run is a list of tokens, the first of all follows the input."""
+    def __call__(self, *runs, text=(), background=(), beside=None, seed=0, **feedback) -> Said:
+        """One unit. Every run is a list of tokens, the first of all follows the input.
+
+        `beside`: scores of other tokens behind the sound, where that of the run is 1.
+        """
         start = C.backend_end if background else text[-1] if text else None
         follows = np.zeros((128, ROWS), np.float32)
         for n, run in enumerate(runs):
@@ -140,6 +143,8 @@ class Scripted:
                 place = follows[self.SOUND if a is None else _dimension()[a]]
                 assert not place.any() or place[b], "a token is followed by the same token all through a unit"
                 place[b] = 1
+        for token, score in (beside or {}).items():
+            follows[self.SOUND, token] = score
         kernel = jnp.asarray(follows)
         given = self.params | {"llm": self.params["llm"] | {"lm_head": {"kernel": kernel}}}
         sound = 0.1 * np.random.default_rng(seed).standard_normal(self.config.unit_samples).astype(np.float32)

@@ -170,6 +170,24 @@ def test_a_ring_of_which_nothing_is_left_is_set_back_too():
         assert int(kv_cache.length(cache)[0]) == 24
 
 
+def test_windows_touch_no_other_row():
+    """A neighbour that is set back or cut leaves every bit of a row as it was, of an empty one too."""
+    rng = np.random.default_rng(0)
+    cache = kv_cache.KVCache(*(jnp.asarray(rng.standard_normal((2, 3, 8, 1, 4)), jnp.float32) for _ in range(2)),
+                             jnp.array([[8, 9, 10, 11, -1, 5, 6, 7], [8, 9, 10, 11, -1, 5, 6, 7], [-1] * 8]),
+                             jnp.array([12, 12, 0]))
+    first = jnp.array([True, False, False])
+    entries, zero = windows.empty_entries(3, 8)._replace(unit=cache.slot_position // 4), jnp.zeros(3, jnp.int32)
+    window = Window("basic", high=4, low=3)
+    for changed in (windows.rebase(cache, zero, jnp.where(first, 5, 0), 16, 1e4),
+                    windows.basic(window, cache, entries, zero, first, 1e4),
+                    windows.cut_out(cache, zero, zero + 7, zero, first, 1e4),
+                    windows.make_room(Window("ring"), cache, entries, zero, zero + 5, first)[0]):
+        for before, after, axis in zip(cache, changed, (1, 1, 0, 0)):
+            np.testing.assert_array_equal(*(np.take(np.asarray(a), [1, 2], axis) for a in (before, after)))
+        assert (np.asarray(changed.slot_position[0]) != np.asarray(cache.slot_position[0])).any()
+
+
 # --- the reference's windows, by hand -------------------------------------------------------------------------------
 PREFIX, SUFFIX = WORDS[:5], WORDS[5:7]
 A, B, D, E = WORDS[20:24]

@@ -233,14 +233,15 @@ def state_specs(config: StreamConfig, rules: Rules, batch: int, mesh: Any) -> St
     The talker lies whole on every chip and its heads do not divide, so its sessions are spread over all chips, where
     they divide.
     """
-    def rows(name):
-        return name if rules.divides(name, batch, mesh) else None
+    def axis(name, size):
+        return name if rules.divides(name, size, mesh) else None
 
-    row = rules.spec(rows("batch"))
-    specs = jax.tree.map(lambda _: row, jax.eval_shape(lambda: init_state(config, 1)))
+    rows, model = axis("batch", batch), config.model
+    specs = jax.tree.map(lambda _: rules.spec(rows), jax.eval_shape(lambda: init_state(config, 1)))
     return specs._replace(
-        llm=kv_cache.specs(rules, batch=rows("batch")), audio=kv_cache.specs(rules, "heads", rows("batch")),
-        talker=kv_cache.specs(rules, None, rows("speech_batch")) if config.speak else None)
+        llm=kv_cache.specs(rules, axis("kv_heads", model.llm.num_kv_heads), rows),
+        audio=kv_cache.specs(rules, axis("heads", model.audio.num_heads), rows),
+        talker=kv_cache.specs(rules, None, axis("speech_batch", batch)) if config.speak else None)
 
 
 def select_rows(rows: Bool[Array, "b"], yes: Any, no: Any) -> Any:
