@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Set before anything imports JAX, and inherited by the commands that tests start.
 os.environ.update(
     JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="8", JAX_DEFAULT_MATMUL_PRECISION="highest",
+    XLA_FLAGS="--xla_backend_optimization_level=0",  # compiling is most of the time, and this takes a third of it away
     PYTHONPATH=str(ROOT))  # this checkout is tested, whichever is installed
 
 import jax

@@ -31,6 +31,7 @@ from venus_jax.checkpoints import convert, store
 from venus_jax.config import VenusConfig
 from venus_jax.errors import CapacityError, CheckpointError, ConfigError, MediaError
 from venus_jax.media import images
+from venus_jax.nn.layers import separate_layers
 from venus_jax.stream import inputs as packing
 from venus_jax.stream import sampling
 from venus_jax.stream.chat import ChatReply, chat
@@ -44,6 +45,7 @@ from venus_jax.stream.vocabulary import vocabulary
 from venus_jax.tokens import Tokenizer, load_tokenizer
 from venus_jax.typing import Params
 
+SEPARATE_LAYERS = 16  # models of up to so many layers run on a CPU with their layers apart: quicker, but slower to compile
 DEFAULT_PROMPT = "Streaming Omni Conversation."
 
 
@@ -150,7 +152,11 @@ def load(path: str | os.PathLike, dtype: Any = None, mesh: Any = None) -> Venus:
     place = None if mesh is None else lambda shapes: sharding.param_shardings(shapes, sharding.SERVE, mesh)
     config, params = convert.load_any(path, place, dtype)
     tokenizer = load_tokenizer(path, config.llm.vocab_size)
-    return Venus(config.replace(dtype=dtype.name), jax.device_put(params) if mesh is None else params, tokenizer, mesh)
+    if mesh is None:
+        params = jax.device_put(params)
+        if jax.default_backend() == "cpu" and config.llm.num_layers <= SEPARATE_LAYERS:
+            params = separate_layers(params)
+    return Venus(config.replace(dtype=dtype.name), params, tokenizer, mesh)
 
 
 class Session:

@@ -26,6 +26,7 @@ from venus_jax.config import (
     SAMPLE_RATE, AudioConfig, ImageConfig, LLMConfig, ResamplerConfig, TalkerConfig, VenusConfig, VisionConfig)
 from venus_jax.errors import ConfigError
 from venus_jax.models import frontend
+from venus_jax.nn.layers import separate_layers
 from venus_jax.stream import sampling
 from venus_jax.stream.inputs import Bucket, Row, pack
 from venus_jax.stream.kv_cache import Window
@@ -36,6 +37,7 @@ from venus_jax.stream.vocabulary import Vocabulary
 from venus_jax.tokens import ControlTokens
 
 PROMPT_TOKENS = 32
+SLOTS = 1280  # holds all that the script of 30 listening and 30 speaking units leaves, as the other side does
 PAUSE = 0.02  # seconds before each timed unit, in which the other side's idle threads stop spinning
 
 # A quarter of the benchmark model of the golden set: what `--what=long` and `batch` run when no file is named.
@@ -159,12 +161,12 @@ def _params(bench: Bench):
     params = frontend.init_params(bench.config, jax.random.key(bench.seed))
     head = params["llm"]["lm_head"]["kernel"]
     params["llm"]["lm_head"]["kernel"] = head.at[:, bench.control.chunk_eos].set(0)
-    return params
+    return separate_layers(params) if jax.default_backend() == "cpu" else params  # as `api.load` does
 
 
 def bench_unit(bench: Bench, torch_python: str, say: Callable[[str], None]) -> dict[str, Any]:
     """Listening and speaking units, backbone and audio part, against the PyTorch loop, alternately."""
-    ours = Sessions(bench, _params(bench), 1, slots=2048, speak=False)
+    ours = Sessions(bench, _params(bench), 1, slots=SLOTS, speak=False)
     rows, ratios = [], {}
     with _yardstick(bench, torch_python, say) as theirs:
         for kind in ("listen", "speak"):
@@ -183,7 +185,7 @@ def bench_batch(bench: Bench, batch: int = 16) -> dict[str, Any]:
     params = _params(bench)
     rows, ratios = [], {}
     for name, speak, voice in (("listen", False, False), ("speak", True, False), ("speak with voice", True, True)):
-        one, many = (Sessions(bench, params, n, slots=2048, speak=voice) for n in (1, batch))
+        one, many = (Sessions(bench, params, n, slots=SLOTS, speak=voice) for n in (1, batch))
         times = _alternate({name: lambda: one.unit(speak), f"{name} x{batch}": lambda: many.unit(speak)},
                            max(30, bench.units), bench.warmup)
         rows += [_row(key, values) for key, values in times.items()]

@@ -70,7 +70,7 @@ def lively_params(config: config_lib.VenusConfig = CONFIG, seed: int = 0):
     return params
 
 
-def listen_to(array: Any) -> Any:
+def on_host(array: Any) -> Any:
     """A tree on the host."""
     return jax.tree.map(np.asarray, array)
 
@@ -156,7 +156,8 @@ class Scripted:
 
     def join(self, prefix, suffix) -> None:
         """Begins a new session with this prompt."""
-        self.state = PREFILL(self.params, self.config, self.state, make_prompt(self.config, [True], prefix, None, suffix, [0]))
+        prompt = make_prompt(self.config, [True], prefix, None, suffix, [0])
+        self.state = PREFILL(self.params, self.config, self.state, prompt)
 
     @property
     def talker_start(self) -> int:
@@ -195,7 +196,7 @@ BUCKET = Bucket(2, 8)
 
 
 class Tick(NamedTuple):
-    """One unit of all rows: who joins before it, what they bring (None: takes no part), their settings, lists of a row each."""
+    """One unit of all rows: who joins before it, what each brings (None: it takes no part), and its settings."""
 
     joins: dict[int, tuple]  # row -> (prefix, voice, suffix, seed)
     rows: list[Row | None]
@@ -247,7 +248,8 @@ def random_settings(rng) -> dict[str, Any]:
                 voice_greedy=pick(True, False), voice_temperature=pick(0.8, 1.2), voice_penalty=pick(1.0, 1.05))
 
 
-def run_ticks(ticks: list[Tick], rows: list[int], change=lambda state, packed: (state, packed), bucket: Bucket = BUCKET):
+def run_ticks(ticks: list[Tick], rows: list[int], change=lambda state, packed: (state, packed),
+              bucket: Bucket = BUCKET):
     """Runs these rows of a random session as a batch; yields per unit (state before, packed, state after, outputs).
 
     `change` may spoil state and input before a step. Units in which none of the rows takes part are left out for a
@@ -268,7 +270,7 @@ def run_ticks(ticks: list[Tick], rows: list[int], change=lambda state, packed: (
         controls = sampling.controls(batch, tables(), **settings)
         before, packed = change(state, packing.pack(MAIN, bucket, given))
         state, out = STEP(params, MAIN, before, *packed, controls)
-        yield before, packed, state, listen_to(out)
+        yield before, packed, state, on_host(out)
 
 
 CACHES = ("llm", "audio", "talker")
@@ -313,7 +315,7 @@ def assert_untouched(before, after, row: int):
 # --- slow oracles ---------------------------------------------------------------------------------------------------
 @dataclasses.dataclass
 class Session:
-    """What one row did from its join to its end. `fed`: ids as they went in; `decisions`: (place of it, scores there)."""
+    """What one row did from its join to its end. `fed`: ids as they went in; `decisions`: (place, scores there)."""
 
     prompt: Layout
     voice: np.ndarray
@@ -394,7 +396,8 @@ def recomputed_scores(session: Session) -> np.ndarray:
     mel = np.pad(mel, ((0, MOST_SOUNDS * 100 + 2 - len(mel)), (0, 0)))
     sounds = np.asarray(_heard(params, mel))[:10 * len(session.sounds)]
     vision = CONFIG.vision
-    pictures = [np.asarray(_seen(params, images.patchify([s], vision.positions_per_side, 14, 9)))[0] for s in session.slices]
+    patches = [images.patchify([s], vision.positions_per_side, vision.patch_size, 9) for s in session.slices]
+    pictures = [np.asarray(_seen(params, p))[0] for p in patches]
     media = np.concatenate([*pictures, session.voice, sounds])
     media = np.pad(media, ((0, MOST_MEDIA - len(media)), (0, 0)))
     pad = lambda a, fill: np.pad(a, (0, LONGEST - len(a)), constant_values=fill)

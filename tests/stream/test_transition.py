@@ -1,4 +1,4 @@
-"""The transition under attack: what rows, padding, shapes, joins and time must not change, and the grammar rule by rule."""
+"""The transition: what rows, padding, shapes, joins and time must not change; and the grammar, rule by rule."""
 
 import dataclasses
 
@@ -12,10 +12,10 @@ from tests.stream.stream_cases import C, WORDS, Scripted
 from venus_jax import api
 from venus_jax.errors import CapacityError, ConfigError
 from venus_jax.models.talker_decode import CHUNK_CODES
-from venus_jax.stream.state import StreamConfig, codes_per_unit
+from venus_jax.stream.state import StreamConfig, codes_per_unit, init_state
 from venus_jax.stream.transition import prefill, transition
 
-A, B, D, E, F, G, H, I = WORDS[:8]
+A, B, D, E, F, G = WORDS[:6]
 LISTEN = [C.listen]
 
 
@@ -39,8 +39,9 @@ def test_the_random_session_does_everything(ticks, record):
     outs = [step[-1] for step in record]
     count = lambda what: int(sum(np.sum(what(out) & out.active) for out in outs))
     assert count(lambda out: out.active) >= 200
-    for what in (lambda out: out.is_listen, lambda out: ~out.is_listen, lambda out: out.end_of_turn, lambda out: out.flush,
-                 lambda out: out.forced_turn_end, lambda out: out.text_count > 1, lambda out: out.code_count == 25,
+    for what in (lambda out: out.is_listen, lambda out: ~out.is_listen, lambda out: out.end_of_turn,
+                 lambda out: out.flush, lambda out: out.forced_turn_end, lambda out: out.text_count > 1,
+                 lambda out: out.code_count == 25,
                  lambda out: out.delegate_count > 1, lambda out: out.terminator == C.chunk_eos,
                  lambda out: (out.code_count > 0) & (out.code_count < 25)):
         assert count(what) >= 5
@@ -51,8 +52,9 @@ def test_the_random_session_does_everything(ticks, record):
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_is_as_if_it_were_alone(ticks, record, row):
+    """Neighbours change nothing; nor does a larger bucket, in which the lone row is packed."""
     last = None
-    for step, alone in zip(record, cases.run_ticks(ticks, [row])):
+    for step, alone in zip(record, cases.run_ticks(ticks, [row], bucket=cases.Bucket(3, 20))):
         if alone is None:
             continue
         together = cases.said(step[-1], row)
@@ -101,8 +103,8 @@ def junk(rng):
             return cache._replace(k=spoil(cache.k), v=spoil(cache.v))
 
         pending = jnp.where(jnp.arange(3) < state.pending_count[:, None], state.pending, noise((len(idle), 3)))
-        state = state._replace(llm=stale(state.llm), audio=stale(state.audio), talker=stale(state.talker), pending=pending)
-        return state, (inputs, background, feedback)
+        caches = {name: stale(getattr(state, name)) for name in cases.CACHES}
+        return state._replace(**caches, pending=pending), (inputs, background, feedback)
 
     return change
 
@@ -114,12 +116,6 @@ def test_junk_where_nothing_counts_changes_nothing(ticks, record):
                 assert cases.said(spoilt[-1], row) == cases.said(step[-1], row)
     for row in ROWS:
         cases.assert_same_row(cases.row_of(spoilt[2], row), cases.row_of(step[2], row))
-
-
-def test_a_larger_bucket_changes_nothing(ticks, record):
-    for step, larger in zip(record, cases.run_ticks(ticks, list(ROWS), bucket=cases.Bucket(3, 20))):
-        for row in ROWS:
-            assert cases.said(larger[-1], row) == cases.said(step[-1], row)
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -148,7 +144,7 @@ def test_a_copy_of_a_state_goes_on_alike(ticks, record):
     settings = {name: [s[name] for s in tick.settings] for name in tick.settings[0]}
     controls = cases.sampling.controls(len(ROWS), cases.tables(), **settings)
     _, again = cases.STEP(cases.lively_params(), cases.MAIN, copy, *packed, controls)
-    jax.tree.map(np.testing.assert_array_equal, cases.listen_to(again), out)
+    jax.tree.map(np.testing.assert_array_equal, cases.on_host(again), out)
 
 
 # --- the grammar, scripted ------------------------------------------------------------------------------------------
@@ -235,8 +231,9 @@ def test_interruption_in_one_unit():
 
 
 def test_a_turn_s_end_is_reported_however_it_ends():
-    for script, feedback in (([C.speak, C.turn_eos, C.chunk_eos], {}), ([C.turn_eos, C.listen], {}),
-                             ([C.turn_eos, B, C.chunk_eos], {}), (LISTEN, dict(force_listen=True)), (LISTEN, dict(stop=True))):
+    for script, feedback in (
+            ([C.speak, C.turn_eos, C.chunk_eos], {}), ([C.turn_eos, C.listen], {}), ([C.turn_eos, B, C.chunk_eos], {}),
+            (LISTEN, dict(force_listen=True)), (LISTEN, dict(stop=True))):
         session = Scripted()
         assert not session([C.speak, A, C.chunk_eos]).end_of_turn
         assert session(script, **feedback).end_of_turn, (script, feedback)
@@ -245,10 +242,10 @@ def test_a_turn_s_end_is_reported_however_it_ends():
 def test_a_stopped_row_stands_still():
     session = Scripted()
     session([C.speak, A, C.chunk_eos])
-    before = cases.listen_to(session.state)
+    before = cases.on_host(session.state)
     unit = session([C.speak, B, C.chunk_eos], stop=True, background=(A,))
     assert unit.is_listen and unit.flush and unit.end_of_turn and unit.codes == [] and unit.tokens == []
-    jax.tree.map(np.testing.assert_array_equal, before, cases.listen_to(session.state))
+    jax.tree.map(np.testing.assert_array_equal, before, cases.on_host(session.state))
 
 
 def test_a_request_goes_to_the_harness_alone():
@@ -463,23 +460,25 @@ def test_a_new_session_hears_nothing_of_the_last_but_in_the_reference():
 
 
 # --- through the front door -----------------------------------------------------------------------------------------
-BUCKETS = (cases.Bucket(0, 0), cases.Bucket(0, 12), cases.Bucket(2, 12))
+BUCKETS = (cases.Bucket(0, 0), cases.Bucket(2, 12))
 
 
 def quickly(monkeypatch):
     """Sessions compile as the other tests do."""
-    for name, function in (("_STEP", transition), ("_PREFILL", prefill)):
-        monkeypatch.setattr(api, name, jax.jit(function, static_argnames="config", donate_argnames="state",
-                                               compiler_options=cases.QUICK))
+    def programs(config, batch, mesh):
+        quick = dict(static_argnames="config", donate_argnames="state", compiler_options=cases.QUICK)
+        return init_state, jax.jit(prefill, **quick), jax.jit(transition, **quick)
+
+    monkeypatch.setattr(api, "_programs", programs)
 
 
 @pytest.fixture(scope="module")
 def session():
+    model = cases.CONFIG.replace(talker=None)
     with pytest.MonkeyPatch.context() as patch:
         quickly(patch)
-        venus = api.Venus(cases.CONFIG, cases.lively_params(), cases.TOKENIZER)
-        yield venus.duplex(batch=2, buckets=BUCKETS, slots=160, talker_slots=96, max_unit_tokens=8,
-                           settings=dict(max_tokens=8))
+        venus = api.Venus(model, cases.lively_params(model), cases.TOKENIZER)
+        yield venus.duplex(batch=2, buckets=BUCKETS, slots=160, max_unit_tokens=8)
 
 
 def random_step(session, rng):
@@ -516,7 +515,8 @@ def test_programs_are_compiled_once(session):
     assert not compiled, f"{len(compiled)} programs were compiled during the session"
     rows = [unit for both in units for unit in both if unit is not None]
     assert len(rows) > 250 and {unit.state for unit in rows} == {"listen", "speak"}
-    assert any(unit.text for unit in rows) and any(unit.delegate for unit in rows) and max(u.kv_length for u in rows) <= 160
+    assert any(unit.text for unit in rows) and any(unit.delegate for unit in rows)
+    assert 100 < max(unit.kv_length for unit in rows) <= 160
 
 
 def test_a_saved_session_goes_on_alike(session, tmp_path):
@@ -525,12 +525,11 @@ def test_a_saved_session_goes_on_alike(session, tmp_path):
         random_step(session, rng)
     session.save(tmp_path / "state")  # settings belong to the session, not to its state
     session.set(max_tokens=8)
-    strip = lambda units: [unit and (*dataclasses.astuple(dataclasses.replace(unit, seconds=0, codes=None)), unit.codes.tolist())
-                           for unit in units]
+    plain = lambda unit: unit and dataclasses.astuple(dataclasses.replace(unit, seconds=0, codes=unit.codes.tolist()))
     futures = []
     for _ in range(2):
         rng = np.random.default_rng(2)
-        futures.append([strip(random_step(session, rng)) for _ in range(12)])
+        futures.append([[plain(unit) for unit in random_step(session, rng)] for _ in range(12)])
         session.restore(tmp_path / "state")
         session.set(max_tokens=8)
     assert futures[0] == futures[1]
@@ -551,21 +550,3 @@ def test_a_unit_that_fits_no_ring_is_refused(monkeypatch, window):
     fits = room - (1 + 10 + 8 + 3)
     with pytest.raises(CapacityError, match="session 0"):
         session.step(second, text="a" * (fits + 1))
-
-
-def test_a_full_session_says_so_and_goes_on_after_a_join(monkeypatch):
-    quickly(monkeypatch)
-    session = silent_session(window="error", slots=96, buckets=(cases.Bucket(0, 0),))
-    session.precompile()
-    second, units = np.zeros(cases.SECOND, np.float32), []
-    with pytest.raises(CapacityError, match="session 0 holds .* of 96"):
-        for _ in range(20):
-            units.append(session.step(second, feedback=dict(force_listen=True)))
-    assert 2 <= len(units) < 8
-    before = cases.listen_to(session._state)
-    with pytest.raises(CapacityError):
-        session.step(second)
-    jax.tree.map(np.testing.assert_array_equal, before, cases.listen_to(session._state))
-    session.join(0)
-    again = session.step(second, feedback=dict(force_listen=True))
-    assert (again.unit, again.kv_length) == (0, units[0].kv_length)

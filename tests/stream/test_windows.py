@@ -41,7 +41,7 @@ def run(config):
         rows[1] = rows[1] if rng.random() < 0.8 else None
         packed = packing.pack(config, Bucket(0, 6), rows)
         after, out = cases.STEP(params, config, state, *packed, controls)
-        steps.append((state, packed, after, cases.listen_to(out)))
+        steps.append((state, packed, after, cases.on_host(out)))
         state = after
     return steps
 
@@ -172,17 +172,20 @@ def test_a_ring_of_which_nothing_is_left_is_set_back_too():
 
 def test_windows_touch_no_other_row():
     """A neighbour that is set back or cut leaves every bit of a row as it was, of an empty one too."""
-    rng = np.random.default_rng(0)
-    cache = kv_cache.KVCache(*(jnp.asarray(rng.standard_normal((2, 3, 8, 1, 4)), jnp.float32) for _ in range(2)),
-                             jnp.array([[8, 9, 10, 11, -1, 5, 6, 7], [8, 9, 10, 11, -1, 5, 6, 7], [-1] * 8]),
-                             jnp.array([12, 12, 0]))
-    first = jnp.array([True, False, False])
-    entries, zero = windows.empty_entries(3, 8)._replace(unit=cache.slot_position // 4), jnp.zeros(3, jnp.int32)
-    window = Window("basic", high=4, low=3)
-    for changed in (windows.rebase(cache, zero, jnp.where(first, 5, 0), 16, 1e4),
-                    windows.basic(window, cache, entries, zero, first, 1e4),
-                    windows.cut_out(cache, zero, zero + 7, zero, first, 1e4),
-                    windows.make_room(Window("ring"), cache, entries, zero, zero + 5, first)[0]):
+    rng, first, zero = np.random.default_rng(0), jnp.array([True, False, False]), jnp.zeros(3, jnp.int32)
+
+    def holding(positions):
+        k, v = (jnp.asarray(rng.standard_normal((2, 3, 8, 1, 4)), jnp.float32) for _ in range(2))
+        slot_position = jnp.array([positions, positions, [-1] * 8])
+        cache = kv_cache.KVCache(k, v, slot_position, slot_position.max(axis=1) + 1)
+        return cache, windows.Entries(slot_position // 3, zero)
+
+    (turned, of_turned), (compact, of_compact) = holding([-1, *range(9, 16)]), holding([3, 4, 5, 6, -1, 0, 1, 2])
+    for cache, changed in (
+            (turned, windows.rebase(turned, zero, jnp.where(first, 5, 0), 16, 1e4)),
+            (turned, windows.make_room(Window("ring"), turned, of_turned, zero, zero + 5, first)[0]),
+            (compact, windows.basic(Window("basic", high=4, low=3), compact, of_compact, zero, first, 1e4)),
+            (compact, windows.cut_out(compact, zero, zero + 3, zero, first, 1e4))):
         for before, after, axis in zip(cache, changed, (1, 1, 0, 0)):
             np.testing.assert_array_equal(*(np.take(np.asarray(a), [1, 2], axis) for a in (before, after)))
         assert (np.asarray(changed.slot_position[0]) != np.asarray(cache.slot_position[0])).any()
@@ -253,9 +256,9 @@ def test_error_refuses_a_unit_and_keeps_everything():
     # 11 of input, 8 to be said and 3 for the end must be free
     lengths = [session(LISTEN).kv_length for _ in range(3)]
     assert lengths == [20, 33, 46]
-    before = cases.listen_to(session.state)
+    before = cases.on_host(session.state)
     unit = session(SPEAK)
     assert unit.full and unit.is_listen and unit.tokens == [] and unit.kv_length == 46 and unit.unit == 3
-    jax.tree.map(np.testing.assert_array_equal, before, cases.listen_to(session.state))
+    jax.tree.map(np.testing.assert_array_equal, before, cases.on_host(session.state))
     session.join(PREFIX, SUFFIX)
-    assert session(SPEAK).kv_length == 7 + 16
+    assert session(SPEAK).kv_length == 7 + 17

@@ -100,7 +100,10 @@ class Decoder(nn.Module):
         shape = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
                      rms_eps=self.rms_eps, qk_norm=self.qk_norm, dtype=self.dtype, rules=self.rules,
                      implementation=self.implementation, q_chunk=self.q_chunk)
-        self.layers = stack(shape, self.intermediate_size, self.keep_layers)
+        if self.has_variable("params", "layers_0"):  # see `layers.separate_layers`
+            self.layers = [block(shape, self.intermediate_size, self.keep_layers) for _ in range(self.num_layers)]
+        else:
+            self.layers = stack(shape, self.intermediate_size, self.keep_layers)
         self.norm = layers.rms_norm(self.rms_eps, self.dtype)
 
     def __call__(self, x: Float[Array, "b t d"], positions: Int[Array, "b t"],
@@ -125,7 +128,7 @@ class Decoder(nn.Module):
             segment_ids = jnp.zeros_like(positions) if segment_ids is None else segment_ids
         else:
             masks, layer_cache = causal_masks(positions, cache), (cache.k, cache.v)
-        x, (per_layer, new) = self.layers(x.astype(self.dtype), layer_cache, angles, segment_ids, masks)
+        x, (per_layer, new) = layers.run_stack(self.layers, x.astype(self.dtype), layer_cache, angles, segment_ids, masks)
         if cache is not None:
             cache = kv_cache.append(cache, *new, positions, slots)
         return self.norm(x), cache, per_layer

@@ -73,8 +73,12 @@ class Encoder(nn.Module):
         block = nn.remat(EncoderBlock, prevent_cse=False) if self.remat else EncoderBlock
         stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True},
                         in_axes=(0, nn.broadcast), length=self.num_layers)
-        self.layers = stack(self.num_heads, self.intermediate_size, self.epsilon, self.key_bias,
-                            self.approximate_gelu, self.dtype, self.rules, self.keep_layers)
+        shape = (self.num_heads, self.intermediate_size, self.epsilon, self.key_bias, self.approximate_gelu, self.dtype,
+                 self.rules, self.keep_layers)
+        if self.has_variable("params", "layers_0"):  # see `layers.separate_layers`
+            self.layers = [block(*shape) for _ in range(self.num_layers)]
+        else:
+            self.layers = stack(*shape)
         self.norm = layers.layer_norm(self.epsilon, self.dtype)
 
     def run(self, x: Float[Array, "b t d"], mask, layer_cache=None):
@@ -82,12 +86,12 @@ class Encoder(nn.Module):
 
         Args:
           x: embeddings.
-          mask: bool `[B, 1, #T, T]` or None; with `layer_cache` the pair of masks of `attention.attend_cached`.
+          mask: bool `[B, 1, #T, T]` or None; with `layer_cache` the last arguments of `attention.attend_cached`.
           layer_cache: `(k, v)`, each `[L, B, S, N, H]`, or None.
 
         Returns:
           x after the final norm, the chunk's `(k, v)` `[L, B, T, N, H]` (None without a cache), and per-block outputs
           before that norm `[L, B, T, D]` (None unless `keep_layers`).
         """
-        x, (per_layer, new) = self.layers(x.astype(self.dtype), layer_cache, mask)
+        x, (per_layer, new) = layers.run_stack(self.layers, x.astype(self.dtype), layer_cache, mask)
         return self.norm(x), new, per_layer

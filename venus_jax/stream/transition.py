@@ -54,7 +54,6 @@ def transition(params: Params, config: StreamConfig, state: StreamState, inputs:
     Returns:
       the state after the unit and what was said. Rows that are inactive, stopped or full keep their state.
     """
-    batch = inputs.active.shape[0]
     needed = state.pending_count + room_needed(config, controls, inputs.count + background.count)
     wanted = inputs.active & ~feedback.stop
     pinned = _front(config, state)
