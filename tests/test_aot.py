@@ -77,7 +77,7 @@ def test_a_duplex_unit_updates_its_caches_in_place(tiny, monkeypatch):
     """Decision loop, talker, setting positions back: none of them may hold the cache a second time."""
     model = TINY.replace(llm=dict(max_positions=2**18, num_layers=8))
     monkeypatch.setattr(aot, "model_config", lambda settings: model)
-    config = settings("omni_9b", batch_size=2, cache_slots=2**15, talker_slots=64, slices=0, mesh=(1, 1, 8))
+    config = settings("omni_9b", batch_size=2, cache_slots=2**15, talker_slots=320, slices=0, mesh=(1, 1, 8))
     mesh = aot.build_mesh(config.mesh, aot.topology_devices("v5e:2x4"))
     report = aot.compile_report(aot.lower_unit(config, mesh), "v5e:2x4")
     parts = report["bytes_per_chip"]

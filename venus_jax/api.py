@@ -38,7 +38,7 @@ from venus_jax.stream.chat import ChatReply, chat
 from venus_jax.stream.inputs import Bucket, Row
 from venus_jax.stream.kv_cache import Window
 from venus_jax.stream.prompt import encode_voice, make_prompt
-from venus_jax.stream.state import StreamConfig, UnitOutputs, init_state, state_specs
+from venus_jax.stream.state import PENDING, StreamConfig, UnitOutputs, init_state, state_specs
 from venus_jax.stream.transition import prefill, room_needed, transition
 from venus_jax.stream.unit import prompt_text
 from venus_jax.stream.vocabulary import vocabulary
@@ -182,7 +182,7 @@ class Session:
         self._requests: list[list[int]] = [[] for _ in range(batch)]  # delegate spans that are still open
         self._tails = [b""] * batch  # the beginning of a character that the next unit completes
         self._units = np.zeros(batch, int)
-        self._held = np.zeros(batch, int)  # cache entries of each row
+        self._held, self._pinned = np.zeros(batch, int), np.zeros(batch, int)  # cache entries of each row, of its prompt
         if precompile:
             self.precompile()
         self.join(range(batch), prompt, voice, seed)
@@ -194,6 +194,7 @@ class Session:
         if np.max(most) - 1 > cap:
             raise ConfigError(f"max_tokens is {most}; this session was made for max_unit_tokens={cap}")
         self.controls = sampling.controls(self.batch, self._vocabulary, **settings)
+        self._budgets = jax.device_get(self.controls._replace(vocabulary=None))
 
     def precompile(self) -> None:
         """Compiles every bucket that has no program yet; a progress bar shows on a terminal."""
@@ -228,7 +229,8 @@ class Session:
         made = make_prompt(self.config, marked, prefix, embeddings, tokenizer.encode(after), seeds)
         with self._on_mesh():
             self._state = self._prefill(self.venus.params, self.config, self._state, made)
-        self._units[marked], self._held[marked] = 0, made.count[marked]
+        self._units[marked] = 0
+        self._held[marked] = self._pinned[marked] = made.count[marked]
         for row in rows:
             self._requests[row], self._tails[row] = [], b""
 
@@ -271,9 +273,10 @@ class Session:
         return units[0] if self.batch == 1 else units
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes the whole state of all rows to a new directory."""
+        """Writes the whole state of all rows to a new directory; settings (`set`) are not part of it."""
         info = dict(format=1, settings=self._fingerprint(), batch=self.batch, requests=self._requests,
-                    tails=[tail.hex() for tail in self._tails], units=self._units.tolist(), held=self._held.tolist())
+                    tails=[tail.hex() for tail in self._tails], units=self._units.tolist(), held=self._held.tolist(),
+                    pinned=self._pinned.tolist())
         store.save_tree(directory, self._state, info)
 
     def restore(self, directory: str | os.PathLike) -> None:
@@ -290,7 +293,7 @@ class Session:
         self._state = store.load_tree(directory, self._state)
         self._requests = [list(request) for request in info["requests"]]
         self._tails = [bytes.fromhex(tail) for tail in info["tails"]]
-        self._units, self._held = np.array(info["units"]), np.array(info["held"])
+        self._units, self._held, self._pinned = (np.array(info[key]) for key in ("units", "held", "pinned"))
 
     def _fingerprint(self) -> str:
         return hashlib.sha256(repr(dataclasses.replace(self.config, rules=None)).encode()).hexdigest()[:16]
@@ -305,9 +308,9 @@ class Session:
     def _check_room(self, packed) -> None:
         """Refuses before anything moves what the step would refuse row by row (`UnitOutputs.full`)."""
         inputs, background, feedback = packed
-        needed = room_needed(self.config, self.controls, inputs.count + background.count)
-        most = self.config.slots if self.config.window.is_ring else self.config.slots - self._held
-        full = inputs.active & ~feedback.stop & (np.asarray(needed) > most)
+        needed = room_needed(self.config, self._budgets, inputs.count + background.count)
+        kept = {"ring": 0, "prefix_ring": self._pinned}.get(self.config.window.kind, self._held - PENDING)
+        full = inputs.active & ~feedback.stop & (needed > self.config.slots - PENDING - kept)
         if full.any():
             row = int(full.argmax())
             raise CapacityError(f"session {row} holds {self._held[row]} of {self.config.slots} cache slots and a unit may "
@@ -373,7 +376,7 @@ class Session:
             self._held[i] = out.kv_length[i]
         return Unit(
             unit=int(out.unit[i]), state="listen" if out.is_listen[i] else "speak",
-            text=self._words(i, ids("text", "text_count"), bool(out.end_of_turn[i])), delegate="\n".join(filter(None, finished)),
+            text=self._words(i, ids("text", "text_count"), bool(out.end_of_turn[i] and out.active[i])), delegate="\n".join(filter(None, finished)),
             codes=np.asarray(ids("codes", "code_count"), np.int32), tokens=tuple(ids("tokens", "token_count")),
             terminator=int(out.terminator[i]), end_of_turn=bool(out.end_of_turn[i]), flush=bool(out.flush[i]),
             kv_length=int(out.kv_length[i]), seconds=seconds)

@@ -31,3 +31,16 @@ def test_a_state_without_direction_is_no_nan(params):
     nothing = {**params, "projector_semantic": jax.tree.map(jnp.zeros_like, params["projector_semantic"])}
     text = params["emb_text"]["embedding"][IDS]
     np.testing.assert_array_equal(condition(nothing, jnp.ones((1, 3, CONFIG.llm.hidden_size))), text)
+
+
+def test_networks_run_on_layers_that_lie_apart():
+    """The same numbers from a scanned stack and from blocks one by one; the tree of each says which it is."""
+    c, params = tiny.CONFIG.talker, tiny.random_params()["talker"]
+    model = talker.talker(c)
+    apart = layers.separate_layers(params)
+    assert {"layers_0", "layers_1"} <= set(apart) and "layers" not in apart
+    x, positions = jax.random.normal(jax.random.key(1), (2, 3, c.hidden_size)), jnp.arange(6).reshape(2, 3)
+    cache = talker.empty_cache(c, 2, 16)
+    outs = [model.apply({"params": tree}, x, positions, None, cache) for tree in (params, apart)]
+    for a, b in zip(jax.tree.leaves(outs[0]), jax.tree.leaves(outs[1]), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)

@@ -99,8 +99,7 @@ class Whisper(Encoder):
         seen = jnp.broadcast_to((cache.slot_position >= 0)[:, None], (*x.shape[:2], cache.slot_position.shape[1]))
         itself = jnp.broadcast_to(valid[:, None, None], (x.shape[0], x.shape[1], x.shape[1]))
         x += self.position_embed(jnp.maximum(positions, 0))
-        used = cache.next_position.max()  # filled from slot 0 on, and emptied as a whole
-        hidden, new, _ = self.run(x, (seen, itself, used), (cache.k, cache.v))
+        hidden, new, _ = self.run(x, (seen, itself), (cache.k, cache.v))
         return hidden, kv_cache.append(cache, *new, positions)
 
 

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from venus_jax.sharding import Rules
 from venus_jax.typing import Array, Bool, Float, Int
 
-QUARTERS = 4  # parts of a cache that can be left unread
 NEGATIVE = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a row that may see nothing stays free of NaN
 
 
@@ -26,14 +25,10 @@ def attend(q: Float[Array, "b t n h"], k: Float[Array, "b s k h"], v: Float[Arra
 
 def attend_cached(q: Float[Array, "b t n h"], k: Float[Array, "b t k h"], v: Float[Array, "b t k h"],
                   cached_k: Float[Array, "b s k h"], cached_v: Float[Array, "b s k h"],
-                  cached_mask: Bool[Array, "b t s"], new_mask: Bool[Array, "b t t"],
-                  used: Int[Array, ""] | None = None) -> Float[Array, "b t n h"]:
+                  cached_mask: Bool[Array, "b t s"], new_mask: Bool[Array, "b t t"]) -> Float[Array, "b t n h"]:
     """Attention of a chunk over cached entries and over the chunk itself.
 
     Only the scores of the two parts are joined, so the cache is read once and never copied.
-
-    Args:
-      used: slots from which on the cache is empty in every row; a quarter of the cache that lies beyond is not read.
     """
     b, t, n, h = q.shape
     group = q.reshape(b, t, k.shape[2], n // k.shape[2], h)
@@ -42,23 +37,12 @@ def attend_cached(q: Float[Array, "b t n h"], k: Float[Array, "b t k h"], v: Flo
         s = jnp.einsum("btkgh,bskh->bkgts", group, keys, preferred_element_type=jnp.float32) * h**-0.5
         return jnp.where(mask[:, None, None], s, NEGATIVE)
 
-    def over(size):
-        def attend_some(cached_k, cached_v, cached_mask):
-            both = jnp.concatenate([scores(cached_k[:, :size], cached_mask[..., :size]), scores(k, new_mask)], axis=-1)
-            weights = jax.nn.softmax(both, axis=-1).astype(v.dtype)
-            out = jnp.einsum("bkgts,bskh->btkgh", weights[..., :size], cached_v[:, :size],
-                             preferred_element_type=jnp.float32)
-            out += jnp.einsum("bkgts,bskh->btkgh", weights[..., size:], v, preferred_element_type=jnp.float32)
-            return out.reshape(b, t, n, h).astype(q.dtype)
-
-        return attend_some
-
     size = cached_k.shape[1]
-    if used is None:
-        return over(size)(cached_k, cached_v, cached_mask)
-    sizes = sorted({-(-size * part // QUARTERS) for part in range(1, QUARTERS + 1)})
-    which = jnp.searchsorted(jnp.array(sizes), used)
-    return jax.lax.switch(which, [over(part) for part in sizes], cached_k, cached_v, cached_mask)
+    both = jnp.concatenate([scores(cached_k, cached_mask), scores(k, new_mask)], axis=-1)
+    weights = jax.nn.softmax(both, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bkgts,bskh->btkgh", weights[..., :size], cached_v, preferred_element_type=jnp.float32)
+    out += jnp.einsum("bkgts,bskh->btkgh", weights[..., size:], v, preferred_element_type=jnp.float32)
+    return out.reshape(b, t, n, h).astype(q.dtype)
 
 
 def attend_causal(q: Float[Array, "b t n h"], k: Float[Array, "b t k h"], v: Float[Array, "b t k h"],

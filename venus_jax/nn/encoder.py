@@ -86,7 +86,7 @@ class Encoder(nn.Module):
 
         Args:
           x: embeddings.
-          mask: bool `[B, 1, #T, T]` or None; with `layer_cache` the last arguments of `attention.attend_cached`.
+          mask: bool `[B, 1, #T, T]` or None; with `layer_cache` the pair of masks of `attention.attend_cached`.
           layer_cache: `(k, v)`, each `[L, B, S, N, H]`, or None.
 
         Returns:

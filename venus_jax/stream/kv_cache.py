@@ -117,9 +117,10 @@ def rebase(cache: KVCache, pinned: Int[Array, "b"], needed: Int[Array, "b"], lim
     size = cache.slot_position.shape[1]
     turning = cache.slot_position >= pinned[:, None]
     first = jnp.where(turning, cache.slot_position, jnp.iinfo(jnp.int32).max).min(axis=1)
+    first = jnp.minimum(first, cache.next_position)  # nothing but the prompt may be held
     ring = size - pinned
     back = jnp.where(cache.next_position + needed > limit, (first - pinned) // ring * ring, 0)
-    back = jnp.where(turning.any(axis=1), jnp.maximum(back, 0), 0)
+    back = jnp.maximum(back, 0)
 
     def turn(carry):
         cache, back = carry

@@ -76,6 +76,14 @@ class StreamConfig:
                               f"{self.model.llm.max_positions}")
         if not self.window.is_ring and self.slots > self.model.llm.max_positions:
             raise ConfigError(f"slots is {self.slots}; the model has {self.model.llm.max_positions} positions")
+        if self.speak and self.unit_seconds > 1:
+            raise ConfigError(f"unit_seconds is {self.unit_seconds}; the talker speaks at most a second a unit")
+        least = 2 * (self.max_unit_tokens + CHUNK_CODES + 2)
+        if self.speak and self.talker_slots < least:
+            raise ConfigError(f"talker_slots is {self.talker_slots}; with max_unit_tokens={self.max_unit_tokens} it takes "
+                              f"at least {least}")
+        if self.window.kind == "basic" and self.window.high > self.slots:
+            raise ConfigError(f"window high={self.window.high}: the cache has {self.slots} slots")
         if self.speak and self.talker_slots > self.model.talker.max_positions:
             raise ConfigError(f"talker_slots is {self.talker_slots}; the talker has "
                               f"{self.model.talker.max_positions} positions")

@@ -81,6 +81,7 @@ def transition(params: Params, config: StreamConfig, state: StreamState, inputs:
         end_of_turn &= ~is_listen
     else:
         is_listen &= (said.voice_count == 0) & (code_count == 0)
+        end_of_turn |= said.flush
     trace = None
     if config.trace:
         after_said += jnp.where(said.forced_turn_end, 1, 0)
@@ -98,7 +99,8 @@ def transition(params: Params, config: StreamConfig, state: StreamState, inputs:
 
 def room_needed(config: StreamConfig, controls: Controls, given: Int[Array, "b"]) -> Int[Array, "b"]:
     """Cache entries a unit with `given` tokens of input may come to take, its end included."""
-    return given + jnp.minimum(controls.max_tokens - 1 + controls.max_delegate, config.max_unit_tokens) + PENDING
+    said = controls.max_tokens - 1 + controls.max_delegate
+    return given + said.clip(max=config.max_unit_tokens) + PENDING
 
 
 class Prompt(NamedTuple):
@@ -239,7 +241,7 @@ def _say(params, config, state, hidden, active, feedback, controls):
     now = (state.unit + 1) * config.unit_seconds
     was_open, forced = state.turn_open, feedback.force_listen & active
     forced_turn_end = forced & was_open
-    base = _speech_until(config, state, feedback)
+    begin, base = state.unit * config.unit_seconds, _speech_until(config, state, feedback)
     is_terminator = lambda x: jnp.isin(x, jnp.array([tokens.listen, tokens.chunk_eos, tokens.chunk_tts_eos]))
 
     def decide(state, said, hidden):
@@ -248,7 +250,7 @@ def _say(params, config, state, hidden, active, feedback, controls):
         keys = jax.vmap(jax.random.fold_in)(row_key, said.count)
         drawn, recorded = sampling.decide(keys, logits, state.history, controls, tokens, quirks)
         delegating = state.delegating
-        out_of_budget = jnp.where(delegating, said.delegate_count >= controls.max_delegate,
+        out_of_budget = jnp.where(delegating, said.delegate_count >= jnp.maximum(controls.max_delegate, 1),
                                   said.rounds >= controls.max_tokens - 1) | (said.count >= cap)
         over = out_of_budget
         if not quirks:  # a turn ends with its unit
@@ -261,9 +263,10 @@ def _say(params, config, state, hidden, active, feedback, controls):
         byte_state, characters, length = count_characters(vocabulary, said.byte_state, said.characters, token)
         first = said.count == 0
         counted = ~first if quirks else ~(vocabulary.special[token] & first)
-        too_long = (controls.max_chars > 0) & counted & ~first & (length >= controls.max_chars)
+        spelt = counted & ~first & ~vocabulary.special[token] & ~delegating
+        too_long = (controls.max_chars > 0) & spelt & (length >= controls.max_chars)
         seconds = vocabulary.seconds[token]
-        gap = now - base - said.seconds
+        gap = now - jnp.where(said.flush, begin, base) - said.seconds
         # The nearest end wins; a unit's first word may overshoot, or a very long one would never be said.
         further = (jnp.abs(gap - seconds) >= jnp.abs(gap)) & ((said.seconds > 0) | (gap <= 0))
         too_far = controls.follow_clock & (seconds > 0) & further & ~delegating
@@ -340,8 +343,9 @@ def _say(params, config, state, hidden, active, feedback, controls):
         decided=jnp.full((batch, traced), -1))
     state = state._replace(turn_open=state.turn_open & ~forced_turn_end)
     state, said = jax.lax.while_loop(lambda carry: carry[1].going.any(), step, decide(state, said, hidden))
-    until = jnp.where(state.turn_open | (said.seconds > 0), base + said.seconds, state.clock.until)
-    clock = Clock(until, state.clock.scheduled + said.seconds)
+    base = jnp.where(said.flush, begin, base)  # what was dropped is not waited for
+    until = jnp.where(state.turn_open | (said.seconds > 0) | said.flush, base + said.seconds, state.clock.until)
+    clock = Clock(until, jnp.where(said.flush, 0, state.clock.scheduled) + said.seconds)
     return state._replace(clock=select_rows(active, clock, state.clock)), said
 
 
@@ -371,7 +375,7 @@ def _voice(params, config, state, said, active, controls):
         # An interrupted or forcibly closed turn is over before this unit's words; a delegate span alone has no voice.
         over = active & (said.flush | said.forced_turn_end)
         state = state._replace(talker=kv_cache.reset(state.talker, over), talker_start=jnp.where(over, 0, state.talker_start))
-        words = said.voice_count > said.ended  # more than <|turn_eos|>
+        words = ((said.voice >= 0) & (said.voice != config.control.turn_eos)).any(axis=1)
         speaks = active & (words | (state.talker_start > 0)) & ~(listens & ~words & ~said.ended)
         closes = said.ended | ~state.turn_open
     state = _talker_room(config, state, said.voice_count + CHUNK_CODES + 2, speaks)
