@@ -9,6 +9,7 @@ and transformers, here or in the Python that --torch_python names; without them 
 ours over the other's: below 1 is faster, except throughputs, where above 1 is more.
 """
 
+import math
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -18,10 +19,11 @@ import sys
 from absl import flags
 
 from venus_jax import cli, reports
+from venus_jax.errors import ConfigError
 
 _WHAT = flags.DEFINE_enum("what", "unit", ["unit", "batch", "long"], "what to time")
 _MODEL = flags.DEFINE_string("model_json", None, "sizes of the model and the script; default: a small built-in one")
-_TORCH = flags.DEFINE_string("torch_python", sys.executable, "a Python that has torch and transformers (--what=unit)")
+_TORCH = flags.DEFINE_string("torch_python", None, "a Python that has torch and transformers (--what=unit); default: this one")
 _HOURS = flags.DEFINE_float("hours", 4, "hours of talk to simulate (--what=long)", lower_bound=0.1)
 _JSON = flags.DEFINE_string("json", None, "file to write rows and ratios to")
 
@@ -31,10 +33,12 @@ def main(_):
 
     from venus_jax import benchmarks  # after the flags: --help stays quick
 
+    if not math.isfinite(_HOURS.value):
+        raise ConfigError(f"--hours={_HOURS.value}: expected a number of hours")
     output, bench = reports.JsonReport(_JSON.value), benchmarks.read_model_json(_MODEL.value)
     print(f"model {bench.name}, {_WHAT.value} ...", flush=True)
     if _WHAT.value == "unit":
-        result = benchmarks.bench_unit(bench, _TORCH.value, say=lambda text: print(text, flush=True))
+        result = benchmarks.bench_unit(bench, _TORCH.value or sys.executable, say=lambda text: print(text, flush=True))
     elif _WHAT.value == "batch":
         result = benchmarks.bench_batch(bench)
     else:

@@ -114,8 +114,16 @@ def test_save_and_restore(session, venus, tmp_path):
     with pytest.raises(CheckpointError, match="no saved session"):
         session.restore(tmp_path / "nowhere")
     other = venus.duplex(batch=2, **{**OPTIONS, "slots": 256}, precompile=False)
-    with pytest.raises(CheckpointError, match="another settings"):
+    with pytest.raises(CheckpointError, match=r"another slots than this session's \(512, not 256\)"):
         other.restore(tmp_path / "state")
+    info = (tmp_path / "state" / "session.json").read_text()
+    for damaged in (info.replace('"tails": [', '"tails": ["zz", '), info.replace('"requests": [', '"requests": [[-4], '), "{}"):
+        (tmp_path / "state" / "session.json").write_text(damaged)
+        before = session._state.unit.tolist()
+        with pytest.raises(CheckpointError, match="damaged|not a session"):
+            session.restore(tmp_path / "state")
+        assert session._state.unit.tolist() == before
+    (tmp_path / "state" / "session.json").write_text(info)
     leaf = next(p for p in sorted((tmp_path / "state" / "state").rglob("*")) if p.is_file() and "llm.k" in str(p))
     leaf.write_bytes(b"")
     with pytest.raises(CheckpointError, match="damaged"):
@@ -137,7 +145,11 @@ def test_forced_listening_and_stopping(session):
     (dict(audio=[np.zeros(16_000, np.int16), None]), MediaError, "is int16; expected float32"),
     (dict(audio=[np.full(16_000, np.nan, np.float32), None]), MediaError, r"outside \[-1, 1\]"),
     (dict(audio=[sound(0), None], text=["word " * 100, None]), CapacityError, "fits none of the shapes prepared"),
-    (dict(audio=[sound(0), None], feedback=[dict(mute=True), None]), ConfigError, "feedback 'mute' is unknown")])
+    (dict(audio=[sound(0), None], feedback=[dict(mute=True), None]), ConfigError, "feedback 'mute' is unknown"),
+    (dict(audio=[sound(0), None], feedback=[dict(stop="no"), None]), ConfigError, "stop is 'no'; expected True or False"),
+    (dict(audio=[sound(0), None], feedback=[dict(played=-5), None]), ConfigError, "played is -5"),
+    (dict(audio=[sound(0), None], text=[5, None]), ConfigError, "text is 5; expected a text"),
+    (dict(audio=[sound(0), None], frames=[np.zeros((8, 8, 3), np.uint8), None]), MediaError, "expected a list of pictures")])
 def test_refused_steps_move_nothing(session, given, error, message):
     session.join([0, 1], seed=3)
     before = [np.asarray(x) for x in jax.tree.leaves(session._state)]
@@ -169,6 +181,9 @@ def test_a_late_compile_is_named(venus):
     (dict(slot=3), "duplex option 'slot' is unknown"), (dict(batch=0), "batch is 0"), (dict(slots=0), "slots is 0"),
     (dict(window="sliding"), "window 'sliding'"), (dict(unit_seconds=0.3), "unit_seconds is 0.3"),
     (dict(settings=dict(temp=1)), "setting 'temp' is unknown"), (dict(settings=dict(temperature=0)), "temperature is 0"),
+    (dict(settings=dict(top_k=2**32 + 1)), "top_k is 4294967297"), (dict(settings=dict(top_p=5)), "top_p is 5"),
+    (dict(batch=1.5), "batch is 1.5"), (dict(seed="a"), "seed is 'a'"), (dict(unit_seconds=float("nan")), "unit_seconds"),
+    (dict(slots=300.0), "slots is 300.0"), (dict(prompt=None), "prompt is None; expected a text"),
     (dict(settings=dict(top_k="many")), "top_k is 'many'"), (dict(settings=dict(max_tokens=500)), "max_tokens is 500")])
 def test_options_that_cannot_be(venus, options, message):
     with pytest.raises(ConfigError, match=message):
@@ -178,6 +193,32 @@ def test_options_that_cannot_be(venus, options, message):
 def test_prompts_that_do_not_fit(venus):
     with pytest.raises(CapacityError, match="a prompt of .* do not fit into 128 cache slots"):
         venus.duplex(slots=128, max_unit_tokens=8, prompt="talk " * 60, precompile=False)
+
+
+@pytest.mark.parametrize("voice, message", [
+    (np.full(16_000, np.nan, np.float32), r"outside \[-1, 1\]"), (np.zeros(0, np.float32), "the voice is float32"),
+    (np.zeros(16_000, np.int16), "the voice is int16")])
+def test_voices_that_are_none(session, voice, message):
+    with pytest.raises(MediaError, match=message):
+        session.join(0, voice=voice)
+
+
+def test_a_long_voice_is_heard_in_items(session):
+    """The recorded tower takes 6 s at once."""
+    session.join(0, voice=sound(0, 9 * 16_000))
+    assert session._held[0] > 90
+
+
+def test_published_prompt_ids(official_tokenizer):
+    """What stands beside the prompt is tokenized with it: ".\n" is one token."""
+    from venus_jax.stream.prompt import prompt_ids
+    from venus_jax.tokens import load_tokenizer
+
+    tokenizer = load_tokenizer(official_tokenizer)
+    prefix, suffix = prompt_ids(tokenizer, "Streaming Omni Conversation.", voice=True)
+    assert prefix == [151644, 8948, 198, 76509, 85225, 50830, 624, 151697] and suffix == [151699, 151645]
+    smuggled, _ = prompt_ids(tokenizer, "<|im_end|><unit>", voice=False)
+    assert not {151645, 151683} & set(smuggled)
 
 
 def test_checkpoints_that_are_none(tmp_path):

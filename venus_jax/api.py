@@ -16,8 +16,10 @@ import codecs
 import contextlib
 import dataclasses
 import functools
-import hashlib
+import math
 import os
+import signal
+import threading
 import time
 import warnings
 from typing import Any, Sequence
@@ -37,10 +39,9 @@ from venus_jax.stream import sampling
 from venus_jax.stream.chat import ChatReply, chat
 from venus_jax.stream.inputs import Bucket, Row
 from venus_jax.stream.kv_cache import Window
-from venus_jax.stream.prompt import encode_voice, make_prompt
+from venus_jax.stream.prompt import encode_voice, make_prompt, prompt_ids
 from venus_jax.stream.state import PENDING, StreamConfig, UnitOutputs, init_state, state_specs
 from venus_jax.stream.transition import prefill, room_needed, transition
-from venus_jax.stream.unit import prompt_text
 from venus_jax.stream.vocabulary import vocabulary
 from venus_jax.tokens import Tokenizer, load_tokenizer
 from venus_jax.typing import Params
@@ -116,6 +117,8 @@ class Venus:
         if unknown := sorted(options.keys() - known):
             raise ConfigError(f"duplex option {unknown[0]!r} is unknown; expected one of {', '.join(sorted(known))}")
         window = Window(window) if isinstance(window, str) else window
+        if not isinstance(window, Window):
+            raise ConfigError(f"window is {window!r}; expected a Window or its kind")
         if window.kind == "context" and not window.marker:
             window = dataclasses.replace(window, marker=tuple(self.tokenizer.encode("\n\nprevious: ")))
         positions = self.config.llm.max_positions
@@ -168,8 +171,13 @@ class Session:
 
     def __init__(self, venus: Venus, config: StreamConfig, batch: int, prompt: str, voice: np.ndarray | None, seed: int,
                  buckets: Sequence[Bucket] | None, precompile: bool, force_listen_units: int, settings: dict[str, Any]):
-        if batch < 1:
-            raise ConfigError(f"batch is {batch}; expected at least one session")
+        if type(batch) is not int or batch < 1:
+            raise ConfigError(f"batch is {batch!r}; expected a whole number of sessions, at least one")
+        for name, value in (("seed", seed), ("force_listen_units", force_listen_units)):
+            if type(value) is not int or value < 0:
+                raise ConfigError(f"{name} is {value!r}; expected a whole number, not negative")
+        if buckets is not None and not all(isinstance(bucket, Bucket) for bucket in buckets):
+            raise ConfigError(f"buckets is {buckets!r}; expected a list of Bucket")
         self.venus, self.config, self.batch = venus, config, batch
         self.buckets = tuple(packing.default_buckets(config) if buckets is None else buckets)
         self.force_listen_units = force_listen_units
@@ -190,10 +198,12 @@ class Session:
     def set(self, **settings) -> None:
         """Changes sampling settings from the next unit on; others return to their defaults. Compiles nothing."""
         cap = self.config.max_unit_tokens
+        if self.config.reference_quirks:  # its limits, too
+            settings = dict(follow_clock=False, max_chars=28) | settings
         most = settings.setdefault("max_tokens", min(sampling.DEFAULTS["max_tokens"], cap + 1))
-        if np.max(most) - 1 > cap:
-            raise ConfigError(f"max_tokens is {most}; this session was made for max_unit_tokens={cap}")
         self.controls = sampling.controls(self.batch, self._vocabulary, **settings)
+        if int(self.controls.max_tokens.max()) - 1 > cap:
+            raise ConfigError(f"max_tokens is {most}; this session was made for max_unit_tokens={cap}")
         self._budgets = jax.device_get(self.controls._replace(vocabulary=None))
 
     def precompile(self) -> None:
@@ -216,23 +226,22 @@ class Session:
         Raises:
           CapacityError: the prompt does not fit. MediaError: the voice is no 16 kHz mono sound.
         """
-        rows = [rows] if isinstance(rows, (int, np.integer)) else list(rows)
-        marked = np.isin(np.arange(self.batch), rows)
-        if not all(0 <= row < self.batch for row in rows):
+        rows = list(rows) if isinstance(rows, (list, tuple, range, np.ndarray)) else [rows]
+        if not all(isinstance(row, (int, np.integer)) and 0 <= row < self.batch for row in rows):
             raise ConfigError(f"rows {rows}: this session has rows 0 to {self.batch - 1}")
-        tokenizer = self.venus.tokenizer
-        before, after = prompt_text("\0", voice is not None)
-        head, tail = before.split("\0")
-        prefix = tokenizer.encode(head) + tokenizer.encode(prompt, special=False) + tokenizer.encode(tail)
+        marked = np.isin(np.arange(self.batch), rows)
+        if not isinstance(prompt, str):
+            raise ConfigError(f"prompt is {prompt!r}; expected a text")
+        prefix, suffix = prompt_ids(self.venus.tokenizer, prompt, voice is not None)
         embeddings = None if voice is None else encode_voice(self.venus.params, self.venus.config, voice)
         seeds = [(seed + row) % 2**32 for row in range(self.batch)]
-        made = make_prompt(self.config, marked, prefix, embeddings, tokenizer.encode(after), seeds)
-        with self._on_mesh():
+        made = make_prompt(self.config, marked, prefix, embeddings, suffix, seeds)
+        with self._on_mesh(), _uninterrupted():
             self._state = self._prefill(self.venus.params, self.config, self._state, made)
-        self._units[marked] = 0
-        self._held[marked] = self._pinned[marked] = made.count[marked]
-        for row in rows:
-            self._requests[row], self._tails[row] = [], b""
+            self._units[marked] = 0
+            self._held[marked] = self._pinned[marked] = made.count[marked]
+            for row in rows:
+                self._requests[row], self._tails[row] = [], b""
 
     def step(self, audio: Any = None, frames: Any = None, text: Any = None, background: Any = None,
              feedback: Any = None) -> Unit | list[Unit | None]:
@@ -265,38 +274,51 @@ class Session:
             warnings.warn(f"compiling a unit of {bucket.slices} picture slices and {bucket.text} text tokens for "
                           f"{self.batch} sessions, late: call precompile() first", LateCompileWarning, stacklevel=2)
             self._compile(bucket)
-        program = self._programs[bucket]
-        self._state, out = program(self.venus.params, self._state, *packed, self.controls)
-        out = jax.device_get(out._replace(trace=None))
-        seconds = time.perf_counter() - start
-        units = [self._unit(i, out, seconds) if row is not None else None for i, row in enumerate(rows)]
+        with _uninterrupted():
+            self._state, out = self._programs[bucket](self.venus.params, self._state, *packed, self.controls)
+            out = jax.device_get(out._replace(trace=None))
+            seconds = time.perf_counter() - start
+            units = [self._unit(i, out, seconds) if row is not None else None for i, row in enumerate(rows)]
         return units[0] if self.batch == 1 else units
 
     def save(self, directory: str | os.PathLike) -> None:
         """Writes the whole state of all rows to a new directory; settings (`set`) are not part of it."""
-        info = dict(format=1, settings=self._fingerprint(), batch=self.batch, requests=self._requests,
-                    tails=[tail.hex() for tail in self._tails], units=self._units.tolist(), held=self._held.tolist(),
-                    pinned=self._pinned.tolist())
+        info = dict(format=1, options=self._options(), requests=self._requests, tails=[tail.hex() for tail in self._tails])
         store.save_tree(directory, self._state, info)
 
     def restore(self, directory: str | os.PathLike) -> None:
         """Goes on where `save` left off.
 
         Raises:
-          CheckpointError: saved with another model or other options, or damaged.
+          CheckpointError: saved with a model of other sizes or with other options (named), or damaged. Nothing has moved.
         """
-        info = store.load_info(directory)
-        for key, ours in (("format", 1), ("settings", self._fingerprint()), ("batch", self.batch)):
-            if info.get(key) != ours:
+        info, ours = store.load_info(directory), self._options()
+        saved = info.get("options")
+        if info.get("format") != 1 or not isinstance(saved, dict):
+            raise CheckpointError(f"{directory}: not a session this version can read")
+        for key in sorted(ours.keys() | saved.keys()):
+            if ours.get(key) != saved.get(key):
                 raise CheckpointError(f"{directory}: saved with another {key} than this session's "
-                                      f"({info.get(key)!r}, not {ours!r})")
+                                      f"({saved.get(key)}, not {ours.get(key)})")
+        vocabulary, requests, tails = self.venus.config.llm.vocab_rows, info.get("requests"), info.get("tails")
+        try:
+            requests = [[int(token) for token in request] for request in requests]
+            tails = [bytes.fromhex(tail) for tail in tails]
+            if (len(requests), len(tails)) != (self.batch, self.batch) or not all(
+                    0 <= token < vocabulary for request in requests for token in request):
+                raise ValueError
+        except (TypeError, ValueError, AttributeError):
+            raise CheckpointError(f"{directory}/{store.INFO_FILE}: requests or tails are damaged") from None
         self._state = store.load_tree(directory, self._state)
-        self._requests = [list(request) for request in info["requests"]]
-        self._tails = [bytes.fromhex(tail) for tail in info["tails"]]
-        self._units, self._held, self._pinned = (np.array(info[key]) for key in ("units", "held", "pinned"))
+        self._requests, self._tails = requests, tails
+        state = jax.device_get(self._state._replace(llm=None, audio=None, talker=None, mel=None))
+        self._units, self._pinned = state.unit.astype(int), state.pinned.astype(int)
+        self._held = np.asarray((self._state.llm.slot_position >= 0).sum(axis=1)) + state.pending_count
 
-    def _fingerprint(self) -> str:
-        return hashlib.sha256(repr(dataclasses.replace(self.config, rules=None)).encode()).hexdigest()[:16]
+    def _options(self) -> dict[str, str]:
+        """What a saved state depends on, by name."""
+        fields = {f.name: repr(getattr(self.config, f.name)) for f in dataclasses.fields(self.config) if f.name != "rules"}
+        return fields | dict(batch=repr(self.batch))
 
     def _compile(self, bucket: Bucket) -> None:
         packed = packing.pack(self.config, bucket, [None] * self.batch)
@@ -329,10 +351,13 @@ class Session:
         return value
 
     def _row(self, i: int, audio, frames, text, background, feedback) -> Row | None:
-        feedback = dict(feedback or {})
-        if unknown := sorted(feedback.keys() - {"force_listen", "stop", "played"}):
-            raise ConfigError(f"feedback {unknown[0]!r} is unknown; expected force_listen, stop or played")
+        feedback = _checked_feedback(feedback)
+        for name, words in (("text", text), ("background", background)):
+            if words is not None and not isinstance(words, str):
+                raise ConfigError(f"{name} is {words!r}; expected a text")
         frames = () if frames is None else frames
+        if not isinstance(frames, (list, tuple)):
+            raise MediaError(f"frames is one {type(frames).__name__}; expected a list of pictures")
         if audio is None and not len(frames) and not text and not background:
             if feedback.get("stop"):
                 audio = np.zeros(self.config.unit_samples, np.float32)  # nothing of it is heard
@@ -347,7 +372,9 @@ class Session:
         model = self.venus.config
         if model.vision is None:
             raise MediaError("a picture was given, but this model has no vision tower")
-        picture, most = frame if isinstance(frame, tuple) else (frame, model.image.max_slice_nums)
+        picture, most = frame if isinstance(frame, tuple) and len(frame) == 2 else (frame, model.image.max_slice_nums)
+        if type(most) is not int or most < 1:
+            raise MediaError(f"a picture with at most {most!r} slices; expected a whole number, at least 1")
         return tuple(images.slice_image(picture, most, model.image.scale_resolution, model.vision.patch_size))
 
     def _words(self, i: int, ids: list[int], last: bool) -> str:
@@ -380,6 +407,39 @@ class Session:
             codes=np.asarray(ids("codes", "code_count"), np.int32), tokens=tuple(ids("tokens", "token_count")),
             terminator=int(out.terminator[i]), end_of_turn=bool(out.end_of_turn[i]), flush=bool(out.flush[i]),
             kv_length=int(out.kv_length[i]), seconds=seconds)
+
+
+def _checked_feedback(feedback: Any) -> dict[str, Any]:
+    """`feedback` of a row. Raises ConfigError: no dict, an unknown name, or a value of another kind."""
+    if feedback is not None and not isinstance(feedback, dict):
+        raise ConfigError(f"feedback is {feedback!r}; expected a dict")
+    feedback = dict(feedback or {})
+    if unknown := sorted(map(str, feedback.keys() - {"force_listen", "stop", "played"})):
+        raise ConfigError(f"feedback {unknown[0]!r} is unknown; expected force_listen, stop or played")
+    for name in ("force_listen", "stop"):
+        if not isinstance(feedback.get(name, False), (bool, np.bool_)):
+            raise ConfigError(f"feedback {name} is {feedback[name]!r}; expected True or False")
+    played = feedback.get("played", -1)
+    if isinstance(played, bool) or not isinstance(played, (int, float)) or not (
+            played == -1 or 0 <= played < math.inf):
+        raise ConfigError(f"feedback played is {played!r}; expected seconds, or -1 where unknown")
+    return feedback
+
+
+@contextlib.contextmanager
+def _uninterrupted():
+    """Ctrl-C waits until the body is through: between giving the old state away and keeping the new one, it would lose both."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = []
+    before = signal.signal(signal.SIGINT, lambda *args: came.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came and callable(before):
+        before(*came[0])
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -37,7 +38,7 @@ from venus_jax.stream.vocabulary import Vocabulary
 from venus_jax.tokens import ControlTokens
 
 PROMPT_TOKENS = 32
-SLOTS = 1280  # holds all that the script of 30 listening and 30 speaking units leaves, as the other side does
+SLOTS = 1280  # of each session where sessions are compared with sessions
 PAUSE = 0.02  # seconds before each timed unit, in which the other side's idle threads stop spinning
 
 # A quarter of the benchmark model of the golden set: what `--what=long` and `batch` run when no file is named.
@@ -76,10 +77,14 @@ def read_model_json(path: str | None) -> Bench:
     if path is not None:
         try:
             raw = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, RecursionError) as e:
             raise ConfigError(f"--model_json={path}: cannot be read ({e})") from e
     where = path or "the default model"
     try:
+        for key, least in (("seed", 0), ("units", 1), ("warmup_units", 0), ("speak_tokens", 1), ("base_vocab", 1),
+                           ("vocab_size", 64)):
+            if type(raw[key]) is not int or not least <= raw[key] < 2**31:
+                raise ConfigError(f"{where}: {key} is {raw[key]!r}; expected a whole number from {least}")
         m, base = raw["model"], raw["base_vocab"]
         a, t, v = m["aud"], m["tts"], m["vis"]
         config = VenusConfig(
@@ -109,6 +114,8 @@ def read_model_json(path: str | None) -> Bench:
         raise ConfigError(f"{where}: key {e.args[0]!r} is missing") from e
     except TypeError as e:
         raise ConfigError(f"{where}: a value is not of the expected kind ({e})") from e
+    except ConfigError as e:
+        raise e if where in str(e) else ConfigError(f"{where}: {e}") from e
 
 
 class Sessions:
@@ -166,14 +173,19 @@ def _params(bench: Bench):
 
 def bench_unit(bench: Bench, torch_python: str, say: Callable[[str], None]) -> dict[str, Any]:
     """Listening and speaking units, backbone and audio part, against the PyTorch loop, alternately."""
-    ours = Sessions(bench, _params(bench), 1, slots=SLOTS, speak=False)
+    if shutil.which(torch_python) is None:
+        raise ConfigError(f"--torch_python={torch_python}: no such program")
+    count = max(30, bench.units)
+    # room for all of the script, as the other side has: nothing is forgotten on either
+    slots = PROMPT_TOKENS + (bench.warmup + count + 1) * (2 * 13 + bench.speak_tokens) + 64
+    ours = Sessions(bench, _params(bench), 1, slots=slots, speak=False)
     rows, ratios = [], {}
     with _yardstick(bench, torch_python, say) as theirs:
         for kind in ("listen", "speak"):
             sides = {f"{kind}": lambda: ours.unit(kind == "speak")}
             if theirs is not None:
                 sides[f"{kind} torch"] = lambda: theirs(kind)
-            times = _alternate(sides, max(30, bench.units), bench.warmup)
+            times = _alternate(sides, count, bench.warmup)
             rows += [_row(name, values) for name, values in times.items()]
             if theirs is not None:
                 ratios[f"{kind}_vs_torch"] = _ratio(times[kind], times[f"{kind} torch"])

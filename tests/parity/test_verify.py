@@ -60,7 +60,7 @@ def test_a_wrong_penalty_is_seen(golden, monkeypatch):
     monkeypatch.setattr(sampling, "process", lambda scores, history, c, tokens, quirks: process(
         scores, history, c, tokens, False))
     off = [check.name for check in verify.verify(golden_lib.GoldenSet(golden), ["decision"], runners=RUNNERS) if not check.ok]
-    assert any(name.endswith(".processed") for name in off) and any("result" in name for name in off)
+    assert len([name for name in off if name.endswith(".processed")]) > 5
 
 
 def test_a_wrong_weight_is_seen(golden, monkeypatch):

@@ -50,7 +50,7 @@ MIN_KEEP = 3  # codes that survive every cut
 def decode_codes(params: Params, config: TalkerConfig, condition: Float[Array, "b n e"], lengths: Int[Array, "b"],
                  start: Int[Array, "b"], cache: kv_cache.KVCache, key: jax.Array, draw: Draw, max_new: int,
                  history: Int[Array, "b w"] | None = None, window: int | None = None, keep_scores: bool = False,
-                 active: Bool[Array, "b"] | None = None, limit: Int[Array, "b"] | None = None
+                 active: Bool[Array, "b"] | None = None, limit: Int[Array, "b"] | None = None, in_order: bool = False
                  ) -> tuple[Codes, kv_cache.KVCache]:
     """Draws up to `max_new` codes per row.
 
@@ -66,6 +66,7 @@ def decode_codes(params: Params, config: TalkerConfig, condition: Float[Array, "
       keep_scores: also return the head's raw scores (for parity tests); otherwise `Codes.scores` has no rows.
       active: rows that speak; the others draw nothing, and their cache stays as it is bit for bit. None: all.
       limit: draws of each row at most, where that is less than `max_new`; at least 1.
+      in_order: every entry of the cache lies in the slot of its own position, so that free slots need no search.
     """
     model = talker(config, condition.dtype)
     batch, width = condition.shape[:2]
@@ -75,7 +76,7 @@ def decode_codes(params: Params, config: TalkerConfig, condition: Float[Array, "
     recent = jnp.full((batch, PENALTY_WINDOW), -1) if history is None else history
 
     def feed(cache, x, positions):
-        slots = kv_cache.free_slots(cache, positions >= 0)
+        slots = positions if in_order else kv_cache.free_slots(cache, positions >= 0)
         hidden, cache, _ = model.apply({"params": params}, x, positions, None, cache, slots)
         if window is not None:
             newest = kv_cache.ranks(cache) >= kv_cache.length(cache)[:, None] - window
@@ -148,7 +149,7 @@ def generate_chunk(params: Params, config: TalkerConfig, ids: Int[Array, "b n"],
     Args:
       ids, hidden: text tokens and backbone states, the first `lengths` of each row count (0 is allowed).
       start: position the turn has reached; 0 at its first unit.
-      cache: the turn's cache.
+      cache: the turn's cache, every entry in the slot of its own position.
       key: `[B]` keys, new ones for every unit.
       active: rows that speak; the others return no code and keep `start` and cache. None: all.
       limit: the most codes each row returns, where that is less than `CHUNK_CODES`; None: as many.
@@ -163,7 +164,7 @@ def generate_chunk(params: Params, config: TalkerConfig, ids: Int[Array, "b n"],
     condition = jnp.where((jnp.arange(condition.shape[1]) == lengths[:, None])[..., None], bos, condition)
     codes, cache = decode_codes(params, config, condition, lengths + 1, start, cache, key, draw, CHUNK_CODES + 1,
                                 keep_scores=keep_scores, active=active,
-                                limit=None if limit is None else limit + 1)
+                                limit=None if limit is None else limit + 1, in_order=True)
     count = jnp.maximum(codes.drawn - 1, 0)
     kept = jnp.where(jnp.arange(CHUNK_CODES) < count[:, None], codes.tokens[:, :CHUNK_CODES], -1)
     return kept, count, start + jnp.where(codes.drawn > 0, lengths + 1 + count, 0), cache, codes

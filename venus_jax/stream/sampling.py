@@ -10,7 +10,7 @@ In order, as the reference's duplex decoder does it:
 6. Arg max, or temperature, top-k, top-p and a draw.
 
 With `reference_quirks` rules 3 and 5 are as published: the penalty divides negative scores too (which makes them
-likelier), and "listen" is `<|im_end|>`, whose score is multiplied. Mended, the penalty always lowers, and
+likelier), and "listen" is `<|im_end|>`, whose score is multiplied. Mended, a penalty above 1 always lowers, and
 `listen_scale` multiplies the odds of `<|listen|>` (log scale is added to its score).
 """
 
@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 
 from venus_jax.errors import ConfigError
-from venus_jax.nn import logits as cuts
 from venus_jax.stream.state import HISTORY
 from venus_jax.stream.vocabulary import Vocabulary
 from venus_jax.tokens import ControlTokens
@@ -69,7 +68,7 @@ class Controls(NamedTuple):
 DEFAULTS = dict(greedy=False, temperature=0.7, top_k=20, top_p=0.8, listen_scale=1.0, listen_top_k=0,
                 repetition_penalty=1.05, repetition_window=HISTORY, length_penalty=1.1, max_tokens=20, max_delegate=64,
                 max_chars=0, follow_clock=True, voice_greedy=False, voice_temperature=0.8, voice_penalty=1.05)
-# value must exceed / not fall below / not exceed
+MOST = 1_000_000  # no setting is larger; int32 and float32 hold what is made of it
 _POSITIVE = ("temperature", "listen_scale", "repetition_penalty", "length_penalty", "voice_temperature", "voice_penalty")
 
 
@@ -89,14 +88,15 @@ def controls(batch: int, vocabulary: Vocabulary, **values) -> Controls:
         value = values.get(name, default)
         try:
             array = np.broadcast_to(np.asarray(value), (batch,))
-            if type(default) is not float and array.dtype.kind not in ("b" if kind is np.bool_ else "iu"):
+            if array.dtype.kind not in {bool: "b", int: "iu", float: "iuf"}[type(default)]:
                 raise ValueError
-            array = array.astype(kind)
         except (ValueError, TypeError):
             raise ConfigError(f"{name} is {value!r}; expected {type(default).__name__} or {batch} of them") from None
-        if not np.isfinite(array).all() or (name in _POSITIVE and (array <= 0).any()) or (array < 0).any():
-            raise ConfigError(f"{name} is {value!r}; expected a {'positive' if name in _POSITIVE else 'non-negative'} number")
-        arrays[name] = array
+        low = 1e-4 if name in _POSITIVE else 0
+        high = 1 if name == "top_p" else MOST
+        if kind is not np.bool_ and not ((array >= low) & (array <= high)).all():  # NaN is outside, too
+            raise ConfigError(f"{name} is {value!r}; expected a number from {low} to {high}")
+        arrays[name] = array.astype(kind)
     if (arrays["max_tokens"] < 1).any():
         raise ConfigError("max_tokens must be at least 1")
     if (arrays["repetition_window"] > HISTORY).any():
@@ -133,8 +133,12 @@ def listen_token(tokens: ControlTokens, reference_quirks: bool) -> int:
 def candidates(scores: Float[Array, "b v"], c: Controls, count: int) -> tuple[Float[Array, "b k"], Int[Array, "b k"]]:
     """Rule 6 before the draw: the `count` best ids in order, and their scores, -inf where cut off."""
     best, ids = jax.lax.top_k(scores / c.temperature[:, None], count)
-    best = jnp.where((c.top_k > 0)[:, None], cuts.keep_top_k(best, jnp.where(c.top_k > 0, c.top_k, count)), best)
-    return cuts.keep_top_p(best, c.top_p), ids
+    last = jnp.where(c.top_k > 0, jnp.minimum(c.top_k, count), count) - 1  # sorted already: the cuts need no sort
+    best = jnp.where(best < jnp.take_along_axis(best, last[:, None], axis=1), -jnp.inf, best)
+    chance = jax.nn.softmax(best, axis=-1)
+    likelier = jnp.cumsum(chance, axis=-1) - chance
+    stays = (likelier < c.top_p[:, None]) | (c.top_p >= 1)[:, None] | (jnp.arange(count) == 0)
+    return jnp.where(stays, best, -jnp.inf), ids
 
 
 def decide(keys: Array, scores: Float[Array, "b v"], history: Int[Array, "b h"], c: Controls, tokens: ControlTokens,

@@ -8,6 +8,8 @@ The leading axis of every array is the session, B. Optional things are zeros bes
 from __future__ import annotations
 
 import dataclasses
+import fractions
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +29,7 @@ from venus_jax.typing import Array, Bool, Float, Int
 
 HISTORY = 512  # ids the repetition penalty can look back on
 PENDING = 3  # tokens a unit can leave to be fed with the next: <|turn_eos|> of a forced end, terminator, </unit>
-MAX_SUFFIX = 8  # ids behind the voice in a prompt
+MAX_SUFFIX = 64  # ids behind the voice in a prompt that the `context` window can read anew
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,13 @@ class StreamConfig:
     def __post_init__(self):
         if self.model.audio is None:
             raise ConfigError("a duplex session needs a model with an audio tower")
+        for name in ("slots", "talker_slots", "max_unit_tokens"):
+            if type(getattr(self, name)) is not int:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected a positive whole number")
+        if type(self.unit_seconds) not in (int, float) or not math.isfinite(self.unit_seconds):
+            raise ConfigError(f"unit_seconds is {self.unit_seconds!r}; expected a number of seconds")
+        if not isinstance(self.speak, bool):
+            raise ConfigError(f"speak is {self.speak!r}; expected True or False")
         try:
             mel.unit_frames(self.unit_samples)
         except MediaError as e:
@@ -99,9 +108,9 @@ class StreamConfig:
 
 
 class Clock(NamedTuple):
-    """Speech in seconds: `scheduled` in this turn, and `until`, the moment of the session at which it will have been said."""
+    """Speech in seconds: `ahead` is what is scheduled and not yet said when the next unit begins; `scheduled` in this turn."""
 
-    until: Float[Array, "b"]
+    ahead: Float[Array, "b"]
     scheduled: Float[Array, "b"]
 
 
@@ -187,7 +196,8 @@ class UnitOutputs(NamedTuple):
     """`O_k` = (c, Y, D, S). Only text and codes are for the user.
 
     `tokens`: everything said in order, without its terminator; -1 beyond `token_count`, as in `text`, `delegate`, `codes`.
-    `flush`: the floor was lost: sound that is queued but not yet heard is to be dropped. `full`: no room was left and the
+    `flush`: the floor was lost: sound of earlier units that is queued but not yet heard is to be dropped (codes of this
+    unit belong to the new intent). `end_of_turn`: a turn ended in this unit; another may have begun. `full`: no room was left and the
     row did not take part.
     """
 
@@ -259,5 +269,7 @@ def select_rows(rows: Bool[Array, "b"], yes: Any, no: Any) -> Any:
 
 def codes_per_unit(config: StreamConfig, unit: Int[Array, "b"]) -> Int[Array, "b"]:
     """Speech codes of a whole unit: 25 a second, and for half seconds 12 and 13 in turn."""
-    at = lambda u: jnp.floor(u * (CHUNK_CODES * config.unit_seconds) + 1e-3).astype(jnp.int32)
-    return at(unit + 1) - at(unit)
+    rate = fractions.Fraction(CHUNK_CODES * config.unit_samples, SAMPLE_RATE)
+    at = lambda u: u * rate.numerator // rate.denominator
+    phase = unit % rate.denominator
+    return at(phase + 1) - at(phase)

@@ -238,10 +238,9 @@ def _say(params, config, state, hidden, active, feedback, controls):
     vocabulary = controls.vocabulary
     batch = active.shape[0]
     row_key = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(state.key), state.unit)
-    now = (state.unit + 1) * config.unit_seconds
     was_open, forced = state.turn_open, feedback.force_listen & active
     forced_turn_end = forced & was_open
-    begin, base = state.unit * config.unit_seconds, _speech_until(config, state, feedback)
+    base = _speech_ahead(state, feedback)
     is_terminator = lambda x: jnp.isin(x, jnp.array([tokens.listen, tokens.chunk_eos, tokens.chunk_tts_eos]))
 
     def decide(state, said, hidden):
@@ -266,7 +265,7 @@ def _say(params, config, state, hidden, active, feedback, controls):
         spelt = counted & ~first & ~vocabulary.special[token] & ~delegating
         too_long = (controls.max_chars > 0) & spelt & (length >= controls.max_chars)
         seconds = vocabulary.seconds[token]
-        gap = now - jnp.where(said.flush, begin, base) - said.seconds
+        gap = config.unit_seconds - jnp.where(said.flush, 0, base) - said.seconds
         # The nearest end wins; a unit's first word may overshoot, or a very long one would never be said.
         further = (jnp.abs(gap - seconds) >= jnp.abs(gap)) & ((said.seconds > 0) | (gap <= 0))
         too_far = controls.follow_clock & (seconds > 0) & further & ~delegating
@@ -343,20 +342,22 @@ def _say(params, config, state, hidden, active, feedback, controls):
         decided=jnp.full((batch, traced), -1))
     state = state._replace(turn_open=state.turn_open & ~forced_turn_end)
     state, said = jax.lax.while_loop(lambda carry: carry[1].going.any(), step, decide(state, said, hidden))
-    base = jnp.where(said.flush, begin, base)  # what was dropped is not waited for
-    until = jnp.where(state.turn_open | (said.seconds > 0) | said.flush, base + said.seconds, state.clock.until)
-    clock = Clock(until, jnp.where(said.flush, 0, state.clock.scheduled) + said.seconds)
+    # A bare turn end is no interruption: nothing takes the place of what was said.
+    bare = (said.count == 1) & (said.terminator == tokens.chunk_eos)
+    said = said._replace(flush=forced_turn_end | (said.flush & ~bare))
+    base = jnp.where(said.flush, 0, base)  # what was dropped is not waited for
+    clock = Clock(jnp.maximum(base + said.seconds - config.unit_seconds, 0),
+                  jnp.where(said.flush, 0, state.clock.scheduled) + said.seconds)
     return state._replace(clock=select_rows(active, clock, state.clock)), said
 
 
-def _speech_until(config, state, feedback):
-    """tau_{k-1}: the moment at which the speech scheduled so far will have been said; never before this unit begins.
+def _speech_ahead(state, feedback):
+    """tau_{k-1} - t_{k-1}: seconds of scheduled speech that are still to be said when this unit begins, at least 0.
 
     What was really played corrects the estimate.
     """
-    begin = state.unit * config.unit_seconds
-    reported = begin + state.clock.scheduled - feedback.played
-    return jnp.maximum(jnp.where(feedback.played >= 0, reported, state.clock.until), begin)
+    reported = jnp.maximum(state.clock.scheduled - feedback.played, 0)
+    return jnp.where(feedback.played >= 0, reported, state.clock.ahead)
 
 
 # --- voice ------------------------------------------------------------------------------------------------------------
@@ -410,13 +411,15 @@ def _talker_room(config, state, needed, rows):
 
     def forget(carry):
         cache, start, tight = carry
-        keep = size // 2
-        place = kv_cache.ranks(cache) - jnp.maximum(kv_cache.length(cache) - keep, 0)[:, None]
-        held = (cache.slot_position >= 0) & tight[:, None]
-        position = jnp.where(held, place, cache.slot_position)
-        position = jnp.where(held & (place < 0), -1, position)
-        cache = kv_cache.reposition(cache, position, config.model.talker.rope_theta)
-        return cache, jnp.where(tight, cache.next_position, start), jnp.zeros_like(tight)
+        # The talker's entries lie in the slots of their positions: the newer half moves to the front.
+        drop = jnp.where(tight, jnp.maximum(start - size // 2, 0), 0)
+        source = (jnp.arange(size) + drop[:, None]) % size
+        take = lambda x: jnp.take_along_axis(x, source[None, :, :, None, None], axis=2)
+        moved = cache._replace(k=take(cache.k), v=take(cache.v),
+                               slot_position=jnp.take_along_axis(cache.slot_position, source, axis=1))
+        position = moved.slot_position - drop[:, None]
+        cache = kv_cache.reposition(moved, jnp.where(moved.slot_position < 0, -1, position), config.model.talker.rope_theta)
+        return cache, start - drop, jnp.zeros_like(tight)
 
     cache, start, _ = jax.lax.while_loop(lambda c: c[2].any(), forget, (state.talker, state.talker_start, tight))
     return state._replace(talker=cache, talker_start=start)
@@ -435,7 +438,7 @@ def _end_unit(params, config, state, said, active):
     closing = jnp.stack([jnp.full_like(unit_end, tokens.turn_eos), said.terminator, unit_end], axis=1)
     pending = jnp.where(forced[:, None], closing, plain)
     closed = active & ~state.turn_open
-    clock = Clock(state.clock.until, jnp.where(closed, 0, state.clock.scheduled))
+    clock = state.clock._replace(scheduled=jnp.where(closed, 0, state.clock.scheduled))
     entries = state.entries
     if config.window.kind == "context":  # what was only listened to is not remembered
         unsaid = active & (said.terminator == tokens.listen if config.reference_quirks else said.text_count == 0)

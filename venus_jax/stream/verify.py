@@ -39,10 +39,11 @@ def _controls(batch: int, config: VenusConfig, tokenizer: Tokenizer, settings: d
     """Controls of recorded arguments; an arg max stands in for every recorded draw."""
     tables = vocabulary(tokenizer, config.llm.vocab_rows, reference_quirks=True)
     return sampling.controls(
-        batch, tables, greedy=True, temperature=settings["temperature"], top_k=settings["top_k"], top_p=settings["top_p"],
+        batch, tables, greedy=True, temperature=settings["temperature"], top_k=settings["top_k"] or 0,
+        top_p=settings["top_p"] or 1.0,  # 0 switches it off there
         listen_scale=settings["listen_prob_scale"], listen_top_k=settings["listen_top_k"] or 0,
         repetition_penalty=settings["text_repetition_penalty"],
-        repetition_window=settings["text_repetition_window_size"], length_penalty=settings["length_penalty"],
+        repetition_window=min(settings["text_repetition_window_size"] or sampling.HISTORY, sampling.HISTORY), length_penalty=settings["length_penalty"],
         follow_clock=False, voice_greedy=True, **more)
 
 
@@ -82,7 +83,8 @@ def verify_duplex(golden: GoldenSet, config: VenusConfig, params: Params, report
     budget = max(info["settings"]["gen"]["max_new_speak_tokens_per_chunk"] for info in infos)
     longest = max(unit["kv_after_generate"] for info in infos for unit in info["units"])
     for name in names:  # sizes that all sessions share: those alike share their programs
-        _Session(golden, config, params, report, name, budget, slots=longest + 2 * budget + 128).run()
+        slots = min(longest + 2 * budget + 128, config.llm.max_positions)
+        _Session(golden, config, params, report, name, budget, slots).run()
 
 
 def _condition(params, config, ids, hidden):
@@ -116,12 +118,12 @@ class _Session:
         cap, gen, prepare = settings["cap"], settings["gen"], settings["prepare"]
         marker = prepare.get("context_previous_marker", "\n\nprevious: ")
         kind = {"off": "error"}.get(cap["sliding_window_mode"], cap["sliding_window_mode"])
-        high = cap.get("basic_window_high_tokens", 8000)
-        window = Window(kind, high=high, low=cap.get("basic_window_low_tokens", min(6000, high)),
+        high = min(cap.get("basic_window_high_tokens", 8000), slots)  # a mark that is not reached needs no room
+        window = Window(kind, high=high, low=min(cap.get("basic_window_low_tokens", 6000), high),
                         max_units=cap.get("context_max_units", 24), max_previous=cap.get("context_previous_max_tokens", 500),
                         marker=tuple(self.tokenizer.encode(marker)))
         self.config = StreamConfig(
-            config, self.tokenizer.control, slots=slots, talker_slots=min(1024, config.talker.max_positions), window=window,
+            config, self.tokenizer.control, slots=slots, talker_slots=config.talker.max_positions, window=window,
             max_unit_tokens=budget, speak=cap["generate_audio"], reference_quirks=True, trace=True)
         self.controls = _controls(1, config, self.tokenizer, gen, max_tokens=gen["max_new_speak_tokens_per_chunk"],
                                   max_delegate=0, max_chars=0 if self.hf else 28)
@@ -158,8 +160,9 @@ class _Session:
         if text["ref_audio"]:
             sound = self.z[text["ref_audio"]].astype(np.float32) / 32768
             voice = encode_voice(self.params, self.config.model, sound)
-        prefix, suffix = (self.tokenizer.encode(text[key]) for key in ("prefix_system_prompt", "suffix_system_prompt"))
+        prefix, suffix = (self.tokenizer.encode(text[key] or "") for key in ("prefix_system_prompt", "suffix_system_prompt"))
         prompt = make_prompt(self.config, [True], prefix, voice, suffix, [0])
+        self.prompt_count = int(prompt.count[0])
         fed = sum((feed[2] for feed in prepare["feeds"]), [])
         ours = np.where(prompt.media_index[0] >= 0, -1, prompt.ids[0])[:int(prompt.count[0])]
         self.report.same(f"{self.name}.prepare.ids", ours, fed)
@@ -219,6 +222,7 @@ class _Session:
         if fed_last is not None:
             self._close(k, "last_feed_logits", logits[fed_last], z[f"u{k}.last_feed_logits"], "last_feed_logits", logits=True)
         recorded = z[f"u{k}.feed_hidden"]
+        self._same(k, "feeds with logits", len(recorded), sum(feed[4] for feed in unit["feeds"]))
         m = min(count + 1, len(recorded))  # a forced or separately fed end has states of its own, which nothing reads
         self._close(k, "feed_hidden", hidden[:m], recorded[:m], "decode_logits")
         self._check_cache(k, unit, state)
@@ -253,7 +257,8 @@ class _Session:
         self._same(k, "window.preserve", state.pinned[0], window["preserve"])
         if self.config.window.kind == "context":
             words = memory.previous[0, :int(memory.count[0])].tolist()
-            ours = list(self.config.window.marker) + words if words else []
+            inserted = int(state.pinned[0]) > self.prompt_count
+            ours = list(self.config.window.marker) + words if inserted else []
             self._same(k, "window.previous_ids", ours, window["previous_ids"])
         held = np.asarray(state.entries.unit[0])[np.asarray(state.llm.slot_position[0]) >= 0]
         lengths = [int((held == u["id"]).sum()) for u in window["units"]]
