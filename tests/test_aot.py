@@ -128,7 +128,7 @@ def test_batches_hold_a_second_of_sound_and_a_picture_a_unit():
     from venus_jax.config import audio_9b, omni_9b
 
     batch = aot.abstract_batch(omni_9b(), 32, 2048)
-    assert batch.images.patches.shape == (32, 25, 1088, 588) and batch.mel.shape == (32, 1, 2900, 80)
+    assert batch.images.patches.shape == (32, 25, 1089, 588) and batch.mel.shape == (32, 1, 2900, 80)
     assert aot.abstract_batch(audio_9b(), 32, 2048).mel.shape == (32, 6, 2900, 80)  # 157 units of 13 tokens
 
 
@@ -140,4 +140,4 @@ def test_command_line_errors(tmp_path):
     assert bad.returncode == 2 and bad.stderr.strip().count("\n") == 0 and "banana" in bad.stderr
     typo = run(f"--config={ROOT / 'configs/omni_9b.py'}", "--config.batch_sise=4")
     assert typo.returncode != 0 and "batch_size" in typo.stderr
-    assert run(f"--config={ROOT / 'configs/omni_9b.py'}", "--what=unit").returncode == 1
+    assert run(f"--config={ROOT / 'configs/omni_9b.py'}", "--what=speech").returncode == 1
