@@ -30,7 +30,6 @@ from venus_jax.models import frontend
 from venus_jax.nn.layers import separate_layers
 from venus_jax.stream import sampling
 from venus_jax.stream.inputs import Bucket, Row, pack
-from venus_jax.stream.kv_cache import Window
 from venus_jax.stream.prompt import make_prompt
 from venus_jax.stream.state import StreamConfig, init_state
 from venus_jax.stream.transition import prefill, transition
@@ -121,9 +120,9 @@ def read_model_json(path: str | None) -> Bench:
 class Sessions:
     """`batch` scripted sessions over the raw transition: a unit is `unit(speak)`, its return value the seconds it took."""
 
-    def __init__(self, bench: Bench, params, batch: int, slots: int, speak: bool, window: Window = Window()):
+    def __init__(self, bench: Bench, params, batch: int, slots: int, speak: bool):
         self.bench, self.params, self.batch = bench, params, batch
-        self.config = StreamConfig(bench.config, bench.control, slots=slots, speak=speak, window=window,
+        self.config = StreamConfig(bench.config, bench.control, slots=slots, speak=speak,
                                    max_unit_tokens=max(32, bench.speak_tokens + 2))
         self.controls = sampling.controls(batch, _tables(bench), greedy=True, voice_greedy=True, follow_clock=False,
                                           max_delegate=0, max_tokens=bench.speak_tokens + 1)
@@ -131,10 +130,6 @@ class Sessions:
         self._count, self._state, self.bucket = 0, init_state(self.config, batch), Bucket()
         self._program = jax.jit(transition, static_argnames="config", donate_argnames="state").lower(
             params, self.config, self._state, *pack(self.config, self.bucket, [None] * batch), self.controls).compile()
-        self.begin()
-
-    def begin(self) -> None:
-        """A new conversation in every row."""
         prompt = make_prompt(self.config, [True] * self.batch, [3] * PROMPT_TOKENS, None, [4], range(self.batch))
         self._state = jax.jit(prefill, static_argnames="config", donate_argnames="state")(
             self.params, self.config, self._state, prompt)

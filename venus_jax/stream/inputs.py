@@ -150,9 +150,14 @@ def checked_samples(samples: np.ndarray, count: int) -> np.ndarray:
                          f"{SAMPLE_RATE} Hz, one channel")
     if samples.dtype.kind != "f":
         raise MediaError(f"a unit's sound is {samples.dtype}; expected float32 in [-1, 1]")
-    if not np.isfinite(samples).all() or np.abs(samples).max(initial=0) > 1.001:
-        raise MediaError("a unit's sound holds numbers outside [-1, 1]")
+    check_range(samples, "a unit's sound")
     return samples.astype(np.float32)
+
+
+def check_range(samples: np.ndarray, what: str) -> None:
+    """Raises MediaError: `what` holds numbers outside [-1, 1], a rounding error aside."""
+    if not np.isfinite(samples).all() or np.abs(samples).max(initial=0) > 1.001:
+        raise MediaError(f"{what} holds numbers outside [-1, 1]")
 
 
 def _media_count(layout: Layout) -> int:

@@ -14,7 +14,7 @@ from venus_jax.config import FRAME_HOP, VenusConfig
 from venus_jax.errors import CapacityError, MediaError
 from venus_jax.media import mel
 from venus_jax.models import frontend, whisper
-from venus_jax.stream.inputs import grammar
+from venus_jax.stream.inputs import check_range, grammar
 from venus_jax.stream.state import MAX_SUFFIX, StreamConfig
 from venus_jax.stream.transition import Prompt
 from venus_jax.stream.unit import prompt_text
@@ -41,8 +41,7 @@ def encode_voice(params: Params, config: VenusConfig, samples: np.ndarray) -> np
     samples = np.asarray(samples)
     if samples.ndim != 1 or samples.dtype.kind != "f" or not len(samples):
         raise MediaError(f"the voice is {samples.dtype} {samples.shape}; expected float32 samples [N], 16 kHz, one channel")
-    if not np.isfinite(samples).all() or np.abs(samples).max() > 1.001:
-        raise MediaError("the voice holds numbers outside [-1, 1]")
+    check_range(samples, "the voice")
     parts, item = [], min(mel.CLIP_SAMPLES, 2 * config.audio.max_positions * FRAME_HOP)
     for clip in (samples[i:i + item] for i in range(0, len(samples), item)):
         frames = mel.clip_log_mel(clip).T

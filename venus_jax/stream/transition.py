@@ -221,8 +221,8 @@ class _Said(NamedTuple):
     byte_state: Int[Array, "b"]
     characters: Int[Array, "b"]
     seconds: Float[Array, "b"]  # estimated duration of the text so far
-    logits: Float[Array, "b n v"]
-    hidden: Float[Array, "b n d"]  # likewise: behind the input, then behind every token
+    logits: Float[Array, "b n v"]  # for the trace: behind the input, then behind every token
+    hidden: Float[Array, "b n d"]  # likewise
     decided: Int[Array, "b n"]
 
 
@@ -417,8 +417,7 @@ def _talker_room(config, state, needed, rows):
         take = lambda x: jnp.take_along_axis(x, source[None, :, :, None, None], axis=2)
         moved = cache._replace(k=take(cache.k), v=take(cache.v),
                                slot_position=jnp.take_along_axis(cache.slot_position, source, axis=1))
-        position = moved.slot_position - drop[:, None]
-        cache = kv_cache.reposition(moved, jnp.where(moved.slot_position < 0, -1, position), config.model.talker.rope_theta)
+        cache = kv_cache.reposition(moved, moved.slot_position - drop[:, None], config.model.talker.rope_theta)
         return cache, start - drop, jnp.zeros_like(tight)
 
     cache, start, _ = jax.lax.while_loop(lambda c: c[2].any(), forget, (state.talker, state.talker_start, tight))
