@@ -123,7 +123,7 @@ def verify_llm(golden: GoldenSet, config: VenusConfig, params: Params, report: R
 def _entries(cache: kv_cache.KVCache, values: jax.Array) -> np.ndarray:
     """Held entries of row 0 in order of position, `[L, K, S, H]` as the reference keeps them."""
     order = jnp.argsort(kv_cache.ranks(cache)[0])[:int(kv_cache.length(cache)[0])]
-    return np.asarray(values[:, 0, order].transpose(0, 2, 1, 3))
+    return np.asarray(values[:, 0])[:, :, order]
 
 
 def verify_vision(golden: GoldenSet, config: VenusConfig, params: Params, report: Report) -> None:

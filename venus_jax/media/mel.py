@@ -16,6 +16,7 @@ from venus_jax.errors import MediaError
 FFT_SIZE = 400  # samples a frame looks at, 25 ms
 NUM_MELS = 80
 NUM_BINS = FFT_SIZE // 2 + 1
+HIGHEST = 8000.0  # Hz; where the filters end at any sample rate
 LOG_FLOOR = -10.0  # log10 of the least power told apart; also the "fixed" floor
 DYNAMIC_RANGE = 8.0  # decades below the loudest value that the "dynamic" floor keeps
 
@@ -35,52 +36,57 @@ SLIDE_AT = 30 * SAMPLE_RATE  # samples at which the stream forgets its oldest `S
 SLIDE_BY = 10 * SAMPLE_RATE
 
 
-def hann_window() -> np.ndarray:
-    """Periodic Hann window, float32 [400]; angles in float32, as the reference's, to within its last bit."""
-    angle = np.arange(FFT_SIZE, dtype=np.float32) * np.float32(2 * np.pi / FFT_SIZE)
+def hann_window(size: int = FFT_SIZE) -> np.ndarray:
+    """Periodic Hann window, float32 [size]; angles in float32, as the reference's, to within its last bit."""
+    angle = np.arange(size, dtype=np.float32) * np.float32(2 * np.pi / size)
     cosine = np.cos(angle, dtype=np.float64).astype(np.float32)
     return np.float32(0.5) - np.float32(0.5) * cosine
 
 
 @functools.cache
-def mel_filters() -> np.ndarray:
-    """Slaney's mel filter bank with Slaney's area normalisation, 0 to 8 kHz: float64 [201 bins, 80 mels], read-only."""
+def mel_filters(num_mels: int = NUM_MELS, fft_size: int = FFT_SIZE, sample_rate: int = SAMPLE_RATE) -> np.ndarray:
+    """Slaney's mel filter bank with Slaney's area normalisation, 0 to 8 kHz: float64 [bins, mels], read-only.
+
+    Bins are those of a real FFT: `fft_size // 2 + 1` from 0 to half the sample rate.
+    """
     linear_step, knee = 200 / 3, 1000.0  # Hz a mel below the knee; above it the scale is logarithmic
     log_step = np.log(6.4) / 27
 
-    mels = np.linspace(0, knee / linear_step + np.log(SAMPLE_RATE / 2 / knee) / log_step, NUM_MELS + 2)
+    mels = np.linspace(0, knee / linear_step + np.log(HIGHEST / knee) / log_step, num_mels + 2)
     hz = np.minimum(mels * linear_step, knee) * np.exp(log_step * np.maximum(mels - knee / linear_step, 0))
     low, centre, high = hz[:-2], hz[1:-1], hz[2:]
-    bins = np.linspace(0, SAMPLE_RATE / 2, NUM_BINS)[:, None]
+    bins = np.linspace(0, sample_rate / 2, fft_size // 2 + 1)[:, None]
     triangles = np.maximum(0, np.minimum((bins - low) / (centre - low), (high - bins) / (high - centre)))
     filters = triangles * (2 / (high - low))
     filters.setflags(write=False)
     return filters
 
 
-def log_mel(samples: np.ndarray, floor: str = "dynamic") -> np.ndarray:
+def log_mel(samples: np.ndarray, floor: str = "dynamic", num_mels: int = NUM_MELS) -> np.ndarray:
     """Log-mel spectrum of a stretch of sound.
 
     Args:
       samples: floating [N], 16 kHz mono in [-1, 1], N > 200.
       floor: "dynamic" lifts everything to 8 decades below the loudest value, "fixed" to 1e-10 (which is no lift).
+      num_mels: filters; 80 for the audio tower, 128 for the speech tokenizer.
 
     Returns:
-      float32 [80, N // 160]: (max(log10 power, floor) + 4) / 4. Frame t is centred on sample 160 t; the signal is
+      float32 [num_mels, N // 160]: (max(log10 power, floor) + 4) / 4. Frame t is centred on sample 160 t; the signal is
       reflected at both ends.
 
     Raises:
       MediaError: not floating-point mono samples, or too few of them.
     """
-    samples = _mono(samples)
+    samples = mono(samples)
     if len(samples) <= FFT_SIZE // 2:
         raise MediaError(f"a log-mel spectrum needs more than {FFT_SIZE // 2} samples, got {len(samples)}")
     padded = np.pad(samples, FFT_SIZE // 2, mode="reflect")
-    frames = np.lib.stride_tricks.sliding_window_view(padded, FFT_SIZE)[:-1:FRAME_HOP]
+    whole = len(samples) // FRAME_HOP * FRAME_HOP
+    frames = np.lib.stride_tricks.sliding_window_view(padded, FFT_SIZE)[:whole:FRAME_HOP]
     # float64 from here: bins 100 dB below the loudest would else carry the rounding of the loud ones
     spectrum = np.fft.rfft((frames * hann_window()).astype(np.float64))
     power = spectrum.real**2 + spectrum.imag**2
-    log = np.log10(np.maximum(power @ mel_filters(), 10**LOG_FLOOR)).astype(np.float32)
+    log = np.log10(np.maximum(power @ mel_filters(num_mels), 10**LOG_FLOOR)).astype(np.float32)
     if floor == "dynamic":
         log = np.maximum(log, log.max() - np.float32(DYNAMIC_RANGE))
     elif floor != "fixed":
@@ -105,7 +111,7 @@ def clip_log_mel(samples: np.ndarray) -> np.ndarray:
     Raises:
       MediaError: empty, longer than 30 s, or not floating-point mono samples.
     """
-    samples = _mono(samples)
+    samples = mono(samples)
     if not 0 < len(samples) <= CLIP_SAMPLES:
         raise MediaError(f"a clip item has {len(samples)} samples; expected 1 to {CLIP_SAMPLES} (30 s)")
     # Frames of pure silence can neither be the loudest nor are they kept: one window of it does for the whole 30 s.
@@ -162,7 +168,7 @@ class StreamingMel:
         Raises:
           MediaError: too few samples for the unit, or not floating-point mono; nothing is consumed.
         """
-        received = np.concatenate([self.pending, _mono(samples)])
+        received = np.concatenate([self.pending, mono(samples)])
         if self.units == 0:
             received = np.pad(received, (max(0, self.unit_samples + PADDING - len(received)), 0))
         used = self.unit_samples if self.units else self.unit_samples + PADDING - LEFT_BEHIND
@@ -179,7 +185,8 @@ class StreamingMel:
         return mel[:, max(0, start - self.redundancy):start + self.unit_frames + self.redundancy]
 
 
-def _mono(samples: np.ndarray) -> np.ndarray:
+def mono(samples: np.ndarray) -> np.ndarray:
+    """Samples as float32 [N]; raises MediaError where they are not floating-point mono."""
     samples = np.asarray(samples)
     if samples.ndim != 1 or not np.issubdtype(samples.dtype, np.floating):
         raise MediaError(f"expected floating-point mono samples [N], got {samples.dtype} {list(samples.shape)}")
