@@ -311,16 +311,16 @@ def test_reindex_keeps_first_and_previous_side_by_side(params):
     assert held(speech.cache) == list(range(speech.position - 1)) == list(range(10 + 12 + 6 + MAX_NEW - 1))
 
     old = np.concatenate([np.arange(10), np.arange(20, 31)])  # the second condition is dropped, the third moves up
-    k, v = (np.asarray(x, np.float64)[:, 0, slots_of(before)[old]] for x in (before.k, before.v))  # [L, 21, K, H]
+    k, v = (np.asarray(x, np.float64)[:, 0, :, slots_of(before)[old]] for x in (before.k, before.v))  # [21, L, K, H]
     angle = (np.arange(21) - old)[:, None] * C.rope_theta ** (-np.arange(0, C.head_dim, 2) / C.head_dim)
-    cos, sin, (a, b) = np.cos(angle)[:, None], np.sin(angle)[:, None], np.split(k, 2, axis=-1)
+    cos, sin, (a, b) = np.cos(angle)[:, None, None], np.sin(angle)[:, None, None], np.split(k, 2, axis=-1)
     k = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    cache = kv_cache.append(empty_cache(C, 1, C.max_positions), *(jnp.float32(x)[:, None] for x in (k, v)),
+    cache = kv_cache.append(empty_cache(C, 1, C.max_positions), *(jnp.float32(np.swapaxes(x, 0, 1))[:, None] for x in (k, v)),
                             jnp.arange(21)[None])
     rows = jnp.concatenate([code_rows(params, history[-1:]), condition(3)])  # the code drawn last was not yet fed
     wanted, cache = decode(params, speech, rows, history, cache, start=21)
     assert speech.codes[len(history):] == wanted
-    keys = lambda cache: np.asarray(cache.k)[:, 0, slots_of(cache)]
+    keys = lambda cache: np.asarray(cache.k)[:, 0, :, slots_of(cache)]
     np.testing.assert_allclose(keys(speech.cache), keys(cache), rtol=0, atol=1e-4)
 
     say(speech, 4, codes=4)

@@ -111,6 +111,7 @@ def test_cached_attention_is_attention_over_cache_and_chunk_joined():
     joined = [np.concatenate(pair, axis=1) for pair in ((cached_k, k), (cached_v, v))]
     wanted = textbook(q, *joined, np.concatenate([cached_mask, new_mask], axis=2))
     attend = jax.jit(attend_cached)
+    cached_k, cached_v = (np.swapaxes(x, 1, 2) for x in (cached_k, cached_v))
     assert_close(attend(q, k, v, cached_k, cached_v, cached_mask, new_mask), wanted)
 
     half = attend(*(jnp.bfloat16(x) for x in (q, k, v, cached_k, cached_v)), cached_mask, new_mask)
@@ -131,5 +132,5 @@ def test_a_query_that_may_see_nothing_gives_finite_numbers():
     q, k, v = random_qkv()
     nothing = np.zeros((B, T, T), bool)
     for form in (lambda q, k, v: attend(q, k, v, nothing[:, None]),
-                 lambda q, k, v: attend_cached(q, k, v, k, v, nothing, nothing)):
+                 lambda q, k, v: attend_cached(q, k, v, *(jnp.swapaxes(x, 1, 2) for x in (k, v)), nothing, nothing)):
         assert all(np.isfinite(x).all() for x in value_and_grads(form, q, k, v))

@@ -77,7 +77,7 @@ def entries(cache, row):
     k, v, positions = (np.asarray(x) for x in cache[:3])
     held = np.flatnonzero(positions[row] >= 0)
     held = held[np.argsort(positions[row, held])]
-    return positions[row, held], k[:, row, held], v[:, row, held]
+    return positions[row, held], k[:, row, :, held], v[:, row, :, held]
 
 
 def assert_same_entries(a, b, rows=range(ROWS), atol=1e-5):
@@ -151,14 +151,14 @@ def test_free_slots_run_out_instead_of_overwriting(step):
 def test_moved_keys_are_keys_computed_at_the_new_place():
     """Every entry by its own distance, out of order, over the whole context, in float32."""
     rng = np.random.default_rng(1)
-    raw = rng.standard_normal((LAYERS, ROWS, SLOTS, KV_HEADS, H)).astype(np.float32)
+    raw = rng.standard_normal((LAYERS, ROWS, KV_HEADS, SLOTS, H)).astype(np.float32)
     old, new = (np.stack([rng.permutation(4000)[:SLOTS] for _ in range(ROWS)]) for _ in range(2))
     old[:, 30:], new[:, 3] = -1, -1  # empty slots, and entries to drop
     new[:, 31] = 77  # an empty slot stays empty
 
     def keys_at(positions):
         cos, sin = rope.angles(jnp.maximum(positions, 0), H, THETA)
-        return rope.rotate(jnp.asarray(raw), cos[None], sin[None])
+        return jnp.swapaxes(rope.rotate(jnp.swapaxes(jnp.asarray(raw), 2, 3), cos[None], sin[None]), 2, 3)
 
     cache = kv_cache.KVCache(keys_at(old), jnp.asarray(raw), jnp.asarray(old), jnp.asarray(old.max(axis=1) + 1))
     moved = kv_cache.reposition(cache, jnp.asarray(new), THETA)
@@ -166,7 +166,8 @@ def test_moved_keys_are_keys_computed_at_the_new_place():
     np.testing.assert_array_equal(moved.slot_position, np.where(held, new, -1))
     np.testing.assert_array_equal(moved.next_position, np.where(held, new, -1).max(axis=1) + 1)
     rounding = 4000 * 2.0**-23 * 3 * np.abs(raw).max()  # of float32 angles: where it was, where it goes, the difference
-    np.testing.assert_allclose(np.asarray(moved.k)[:, held], np.asarray(keys_at(new))[:, held], rtol=0, atol=rounding)
+    held_keys = lambda k: np.swapaxes(k, 2, 3)[:, held]
+    np.testing.assert_allclose(held_keys(moved.k), held_keys(keys_at(new)), rtol=0, atol=rounding)
     np.testing.assert_array_equal(moved.v, raw)
 
 
@@ -191,7 +192,7 @@ def test_slots_used_again_after_an_eviction(step):
     hidden, reused = feed(step, evicted, list(x[:, SLOTS:]), reuse=True)
 
     room = empty(SLOTS + 18)
-    roomy = kv_cache.append(room, full.k, full.v, jnp.where(drop, -1, jnp.arange(SLOTS)))
+    roomy = kv_cache.append(room, *(jnp.swapaxes(x, 2, 3) for x in full[:2]), jnp.where(drop, -1, jnp.arange(SLOTS)))
     roomy = roomy._replace(next_position=full.next_position)
     wanted, fresh = feed(step, roomy, list(x[:, SLOTS:]))
     np.testing.assert_allclose(hidden, wanted, rtol=0, atol=1e-5)

@@ -280,7 +280,7 @@ def row_of(state, row: int):
     """One row of a state on the host, with zeros wherever nothing is held."""
     def cache(c):
         held = np.asarray(c.slot_position[row]) >= 0
-        cut = lambda a: np.where(held[:, None, None], np.asarray(a[:, row]), 0)
+        cut = lambda a: np.where(held[:, None], np.asarray(a[:, row]), 0)
         return KVCache(cut(c.k), cut(c.v), np.asarray(c.slot_position[row]), np.asarray(c.next_position[row]))
 
     caches = {name: cache(getattr(state, name)) for name in CACHES}

@@ -98,7 +98,7 @@ def junk(rng):
         pictures.position_ids[padding] = rng.integers(0, 25)
 
         def stale(cache):
-            free = (cache.slot_position < 0)[None, :, :, None, None]
+            free = (cache.slot_position < 0)[None, :, None, :, None]
             spoil = lambda a: jnp.where(free, jnp.asarray(1e4 * rng.standard_normal(a.shape), a.dtype), a)
             return cache._replace(k=spoil(cache.k), v=spoil(cache.v))
 

@@ -175,7 +175,7 @@ def test_windows_touch_no_other_row():
     rng, first, zero = np.random.default_rng(0), jnp.array([True, False, False]), jnp.zeros(3, jnp.int32)
 
     def holding(positions):
-        k, v = (jnp.asarray(rng.standard_normal((2, 3, 8, 1, 4)), jnp.float32) for _ in range(2))
+        k, v = (jnp.asarray(rng.standard_normal((2, 3, 1, 8, 4)), jnp.float32) for _ in range(2))
         slot_position = jnp.array([positions, positions, [-1] * 8])
         cache = kv_cache.KVCache(k, v, slot_position, slot_position.max(axis=1) + 1)
         return cache, windows.Entries(slot_position // 3, zero)

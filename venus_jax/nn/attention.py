@@ -24,25 +24,26 @@ def attend(q: Float[Array, "b t n h"], k: Float[Array, "b s k h"], v: Float[Arra
 
 
 def attend_cached(q: Float[Array, "b t n h"], k: Float[Array, "b t k h"], v: Float[Array, "b t k h"],
-                  cached_k: Float[Array, "b s k h"], cached_v: Float[Array, "b s k h"],
+                  cached_k: Float[Array, "b k s h"], cached_v: Float[Array, "b k s h"],
                   cached_mask: Bool[Array, "b t s"], new_mask: Bool[Array, "b t t"]) -> Float[Array, "b t n h"]:
     """Attention of a chunk over cached entries and over the chunk itself.
 
-    Only the scores of the two parts are joined, so the cache is read once and never copied.
+    The two parts share a maximum and a sum and are never joined: the cache is read once and not copied.
     """
     b, t, n, h = q.shape
-    group = q.reshape(b, t, k.shape[2], n // k.shape[2], h)
+    group = jnp.moveaxis(q.reshape(b, t, k.shape[2], n // k.shape[2], h), 1, 3)  # [B, K, G, T, H]
 
     def scores(keys, mask):
-        s = jnp.einsum("btkgh,bskh->bkgts", group, keys, preferred_element_type=jnp.float32) * h**-0.5
+        s = jnp.einsum("bkgth,bksh->bkgts", group, keys, preferred_element_type=jnp.float32) * h**-0.5
         return jnp.where(mask[:, None, None], s, NEGATIVE)
 
-    size = cached_k.shape[1]
-    both = jnp.concatenate([scores(cached_k, cached_mask), scores(k, new_mask)], axis=-1)
-    weights = jax.nn.softmax(both, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkgts,bskh->btkgh", weights[..., :size], cached_v, preferred_element_type=jnp.float32)
-    out += jnp.einsum("bkgts,bskh->btkgh", weights[..., size:], v, preferred_element_type=jnp.float32)
-    return out.reshape(b, t, n, h).astype(q.dtype)
+    parts = ((scores(cached_k, cached_mask), cached_v), (scores(jnp.swapaxes(k, 1, 2), new_mask), jnp.swapaxes(v, 1, 2)))
+    largest = jnp.maximum(*(s.max(axis=-1, keepdims=True) for s, _ in parts))
+    weights = [jnp.exp(s - largest) for s, _ in parts]
+    total = sum(w.sum(axis=-1, keepdims=True) for w in weights)
+    out = sum(jnp.einsum("bkgts,bksh->bkgth", w.astype(v.dtype), values, preferred_element_type=jnp.float32)
+              for w, (_, values) in zip(weights, parts))
+    return jnp.moveaxis(out / total, 3, 1).reshape(b, t, n, h).astype(q.dtype)
 
 
 def attend_causal(q: Float[Array, "b t n h"], k: Float[Array, "b t k h"], v: Float[Array, "b t k h"],

@@ -87,7 +87,7 @@ class Encoder(nn.Module):
         Args:
           x: embeddings.
           mask: bool `[B, 1, #T, T]` or None; with `layer_cache` the pair of masks of `attention.attend_cached`.
-          layer_cache: `(k, v)`, each `[L, B, S, N, H]`, or None.
+          layer_cache: `(k, v)`, each `[L, B, N, S, H]`, or None.
 
         Returns:
           x after the final norm, the chunk's `(k, v)` `[L, B, T, N, H]` (None without a cache), and per-block outputs

@@ -1,5 +1,6 @@
 """Keys and values of earlier positions, as arrays of fixed shape.
 
+Heads come before slots: what one head attends to lies together, so no compiler has to turn a cache over to multiply it.
 Every row owns `S` slots; `slot_position` says which position a slot holds (-1: none). Masks come from it alone, so
 eviction, reset and ragged batches are integer edits and nothing is shifted. New entries are scattered with
 `mode="drop"`: slot `S` means "nowhere". Networks read a cache and return the new entries; one scatter writes all layers.
@@ -16,24 +17,24 @@ from venus_jax.typing import Array, Bool, Float, Int
 
 
 class KVCache(NamedTuple):
-    """`k`, `v`: `[L, B, S, K, H]`, keys after rotation; `slot_position`: int32 `[B, S]`; `next_position`: int32 `[B]`."""
+    """`k`, `v`: `[L, B, K, S, H]`, keys after rotation; `slot_position`: int32 `[B, S]`; `next_position`: int32 `[B]`."""
 
-    k: Float[Array, "l b s k h"]
-    v: Float[Array, "l b s k h"]
+    k: Float[Array, "l b k s h"]
+    v: Float[Array, "l b k s h"]
     slot_position: Int[Array, "b s"]
     next_position: Int[Array, "b"]
 
 
 def empty(num_layers: int, batch: int, slots: int, num_kv_heads: int, head_dim: int, dtype=jnp.float32) -> KVCache:
     """A cache that holds nothing."""
-    shape = (num_layers, batch, slots, num_kv_heads, head_dim)
+    shape = (num_layers, batch, num_kv_heads, slots, head_dim)
     return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.full((batch, slots), -1, jnp.int32),
                    jnp.zeros((batch,), jnp.int32))
 
 
 def specs(rules: Rules, heads: str | None = "kv_heads", batch: str | None = "batch") -> KVCache:
     """PartitionSpecs of a cache: rows over the axes of `batch`, heads over those of `heads` (None: whole)."""
-    entry = rules.spec(None, batch, "cache_slots", heads, None)
+    entry = rules.spec(None, batch, heads, "cache_slots", None)
     return KVCache(entry, entry, rules.spec(batch, "cache_slots"), rules.spec(batch))
 
 
@@ -52,13 +53,13 @@ def append(cache: KVCache, k: Float[Array, "l b t k h"], v: Float[Array, "l b t 
     size = cache.slot_position.shape[1]
     slots = positions if slots is None else slots
     slots = jnp.where(positions < 0, size, slots)  # negative indices would wrap
-    rows = jnp.arange(positions.shape[0])[:, None]
-    # The layer index is spelled out: `[:, rows, slots]` makes the TPU compiler turn the whole cache over and back.
-    at = jnp.arange(cache.k.shape[0])[:, None, None], rows[None], slots[None]
+    # Rows and layers are batch dimensions of the scatter, so that it stays inside a device's share of rows and heads.
+    row = lambda held, new, at: held.at[:, at].set(jnp.swapaxes(new, 0, 1).astype(held.dtype), mode="drop")
+    write = jax.vmap(jax.vmap(row), in_axes=(0, 0, None))
     return KVCache(
-        cache.k.at[at].set(k.astype(cache.k.dtype), mode="drop"),
-        cache.v.at[at].set(v.astype(cache.v.dtype), mode="drop"),
-        cache.slot_position.at[rows, slots].set(positions, mode="drop"),
+        write(cache.k, k, slots),
+        write(cache.v, v, slots),
+        cache.slot_position.at[jnp.arange(positions.shape[0])[:, None], slots].set(positions, mode="drop"),
         jnp.maximum(cache.next_position, positions.max(axis=1) + 1))
 
 

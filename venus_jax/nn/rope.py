@@ -20,15 +20,15 @@ def rotate(x: Float[Array, "b t n h"], cos: Float[Array, "b t h2"], sin: Float[A
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def rotate_whole(x: Float[Array, "b t n h"], cos: Float[Array, "b t h2"], sin: Float[Array, "b t h2"]) -> Array:
-    """`rotate` without taking heads apart: the swapped halves come from a product with a signed permutation, which is exact.
+def rotate_whole(x: Float[Array, "b n t h"], cos: Float[Array, "b t h2"], sin: Float[Array, "b t h2"]) -> Array:
+    """`rotate` with heads first and without taking them apart: the swapped halves come from a product with a signed permutation, which is exact.
 
     For arrays that must stay as they lie: a TPU compiler turns a whole cache over to cut its last axis in two.
     """
     half = x.shape[-1] // 2
     swap = np.zeros((2 * half, 2 * half), np.float32)
     swap[np.arange(half) + half, np.arange(half)], swap[np.arange(half), np.arange(half) + half] = -1, 1
-    swapped = jnp.einsum("btnh,hg->btng", x, jnp.asarray(swap, x.dtype), precision="highest",
+    swapped = jnp.einsum("bnth,hg->bntg", x, jnp.asarray(swap, x.dtype), precision="highest",
                          preferred_element_type=jnp.float32)
-    both = lambda angle: jnp.concatenate([angle, angle], axis=-1)[..., None, :]
+    both = lambda angle: jnp.concatenate([angle, angle], axis=-1)[:, None]
     return (x.astype(jnp.float32) * both(cos) + swapped * both(sin)).astype(x.dtype)

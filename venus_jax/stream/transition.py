@@ -414,7 +414,7 @@ def _talker_room(config, state, needed, rows):
         # The talker's entries lie in the slots of their positions: the newer half moves to the front.
         drop = jnp.where(tight, jnp.maximum(start - size // 2, 0), 0)
         source = (jnp.arange(size) + drop[:, None]) % size
-        take = lambda x: jnp.take_along_axis(x, source[None, :, :, None, None], axis=2)
+        take = lambda x: jnp.take_along_axis(x, source[None, :, None, :, None], axis=3)
         moved = cache._replace(k=take(cache.k), v=take(cache.v),
                                slot_position=jnp.take_along_axis(cache.slot_position, source, axis=1))
         cache = kv_cache.reposition(moved, moved.slot_position - drop[:, None], config.model.talker.rope_theta)

@@ -245,7 +245,7 @@ class _Session:
         cache = flushed.llm
         order = np.argsort(np.where(np.asarray(cache.slot_position[0]) < 0, 1 << 30, np.asarray(cache.slot_position[0])))
         order = order[:int(kv_cache.length(cache)[0])]
-        keys, values = (np.asarray(a[:, 0, order]).transpose(0, 2, 1, 3) for a in (cache.k, cache.v))  # [L, K, S, H]
+        keys, values = (np.asarray(a[:, 0])[:, :, order] for a in (cache.k, cache.v))  # [L, K, S, H]
         self._close(k, "kv_key_last", keys[-1, :, -1], self.z[f"u{k}.kv_key_last"], "kv_key_last")
         self._close(k, "kv_value_last", values[-1, :, -1], self.z[f"u{k}.kv_value_last"], "kv_key_last")
         if (key := f"u{k}.kv_key_all") in self.z:
