@@ -53,12 +53,15 @@ def append(cache: KVCache, k: Float[Array, "l b t k h"], v: Float[Array, "l b t 
     size = cache.slot_position.shape[1]
     slots = positions if slots is None else slots
     slots = jnp.where(positions < 0, size, slots)  # negative indices would wrap
-    # Rows and layers are batch dimensions of the scatter, so that it stays inside a device's share of rows and heads.
-    row = lambda held, new, at: held.at[:, at].set(jnp.swapaxes(new, 0, 1).astype(held.dtype), mode="drop")
-    write = jax.vmap(jax.vmap(row), in_axes=(0, 0, None))
+    # Layers, rows and heads are batch dimensions of the scatter, each with its own slots: it stays inside a device's share
+    # of them, and what is written at once, the width of a head, lies together. Anything wider would turn the cache over.
+    at = jnp.broadcast_to(slots[None, :, None], (*cache.k.shape[:3], slots.shape[1]))
+    one = lambda held, new, at: held.at[at].set(new.astype(held.dtype), mode="drop")
+    over_all = jax.vmap(jax.vmap(jax.vmap(one)))
+    write = lambda held, new: over_all(held, jnp.swapaxes(new, 2, 3), at)
     return KVCache(
-        write(cache.k, k, slots),
-        write(cache.v, v, slots),
+        write(cache.k, k),
+        write(cache.v, v),
         cache.slot_position.at[jnp.arange(positions.shape[0])[:, None], slots].set(positions, mode="drop"),
         jnp.maximum(cache.next_position, positions.max(axis=1) + 1))
 
