@@ -105,18 +105,7 @@ class Reader:
           CheckpointError: the file cannot be read or has become shorter.
         """
         tensor = self.tensors[name]
-        out = np.empty((stop - start, *tensor.shape[1:]), tensor.dtype)
-        view = memoryview(out.reshape(-1).view(np.uint8))
-        try:
-            with open(tensor.file, "rb", buffering=0) as f:
-                f.seek(tensor.offset + start * tensor.row_bytes)
-                while view and (count := f.readinto(view)):  # one read stops at 2 GiB
-                    view = view[count:]
-        except OSError as e:
-            raise CheckpointError(f"{tensor.file}: cannot read tensor {name!r} ({e})") from e
-        if view:
-            raise CheckpointError(f"{tensor.file}: truncated within tensor {name!r}")
-        return out
+        return _read_rows(name, tensor, tensor.offset + start * tensor.row_bytes, (stop - start, *tensor.shape[1:]))
 
 
 class Writer:
@@ -169,6 +158,24 @@ class Writer:
         self._missing -= rows.nbytes
 
 
+def read_tensors(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    """All tensors of one file, for networks that are small; CheckpointError as in `Reader`."""
+    return {name: _read_rows(name, x, x.offset, x.shape) for name, x in _read_header(Path(path)).items()}
+
+
+def write_tensors(path: str | os.PathLike, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes one file; CheckpointError: a dtype that is not bfloat16, float16 or float32."""
+    for name, x in tensors.items():
+        if x.dtype not in _CODES:
+            raise CheckpointError(f"{path}: tensor {name!r} has dtype {x.dtype}; expected one of "
+                                  f"{', '.join(map(str, _CODES))}")
+    header, placed = _header(Path(path), {name: (x.shape, x.dtype) for name, x in tensors.items()})
+    with open(path, "wb") as file:
+        file.write(header)
+        for name in sorted(placed, key=lambda name: placed[name].offset):
+            file.write(np.ascontiguousarray(tensors[name]).tobytes())
+
+
 def known_dtype(dtype: Any) -> np.dtype:
     """The NumPy dtype of one that files can hold: bfloat16, float16 or float32; CheckpointError for others."""
     with contextlib.suppress(TypeError):
@@ -186,6 +193,21 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(raw).__name__}")
     return raw
+
+
+def _read_rows(name: str, tensor: Tensor, offset: int, shape: tuple[int, ...]) -> np.ndarray:
+    out = np.empty(shape, tensor.dtype)
+    view = memoryview(out.reshape(-1).view(np.uint8))
+    try:
+        with open(tensor.file, "rb", buffering=0) as f:
+            f.seek(offset)
+            while view and (count := f.readinto(view)):  # one read stops at 2 GiB
+                view = view[count:]
+    except OSError as e:
+        raise CheckpointError(f"{tensor.file}: cannot read tensor {name!r} ({e})") from e
+    if view:
+        raise CheckpointError(f"{tensor.file}: truncated within tensor {name!r}")
+    return out
 
 
 def _read_header(path: Path) -> dict[str, Tensor]:
