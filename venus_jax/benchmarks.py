@@ -206,17 +206,17 @@ def bench_batch(bench: Bench, batch: int = 16) -> dict[str, Any]:
 def bench_long(bench: Bench, hours: float, progress: Callable[[int, int], None]) -> dict[str, Any]:
     """Hours of talk under `prefix_ring`, then the aged session and a fresh one alternately; memory along the way.
 
-    Of ten units three speak, with voice. Memory is the process's resident set, first read after 200 units.
+    Of ten units three speak, with voice. Memory is the process's resident set, first read after 200 units and then
+    twenty times more: growth with the hours and a step of the allocator look different.
     """
     params, units = _params(bench), round(hours * 3600)
     aged = Sessions(bench, params, 1, slots=1024, speak=True)
-    early = None
-    for k in range(units):
-        aged.unit(speak=k % 10 >= 7)
-        if k == 199:
-            early = resident_memory()
-        progress(k + 1, units)
-    late = resident_memory()
+    resident: dict[int, int] = {}
+    for k in range(1, units + 1):
+        aged.unit(speak=(k - 1) % 10 >= 7)
+        if k == 200 or k == units or k % max(1, units // 20) == 0:
+            resident[k] = resident_memory()
+        progress(k, units)
     fresh = Sessions(bench, params, 1, slots=1024, speak=True)
     rows, ratios = [], {}
     for name, speak in (("listen", False), ("speak", True)):
@@ -224,9 +224,9 @@ def bench_long(bench: Bench, hours: float, progress: Callable[[int, int], None])
                            4 * max(30, bench.units), bench.warmup)
         rows += [_row(key, values) for key, values in times.items()]
         ratios[f"{name}_aged_vs_fresh"] = _ratio(times[f"{name} aged"], times[f"{name} fresh"])
-    if early:
-        ratios["memory_growth"] = late / early - 1
-    return {"rows": rows, "ratios": ratios, "units": units, "resident_bytes": {"after_200_units": early, "at_the_end": late}}
+    if units > 200:
+        ratios["memory_growth"] = resident[units] / resident[200] - 1
+    return {"rows": rows, "ratios": ratios, "units": units, "resident_bytes": resident}
 
 
 def resident_memory() -> int:

@@ -55,7 +55,7 @@ def test_wrong_flags_exit_1(flags, message, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_interrupt_is_one_line_and_leaves_nothing(lab, tmp_path, number):
-    config = lab.text(400_000)  # 200 MB each of embedding and head, in a file that is one hole
+    config = lab.text(1_600_000)  # 800 MB each of embedding and head, in a file that is one hole: seconds to interrupt
     source = tmp_path / "hf"
     source.mkdir()
     with contextlib.suppress(CheckpointError), safetensors_io.Writer(

@@ -27,6 +27,11 @@ class Bucket:
     slices: int = 0
     text: int = 0
 
+    def __post_init__(self):
+        for name, value in dataclasses.asdict(self).items():
+            if type(value) is not int or value < 0:
+                raise ConfigError(f"a bucket of {value!r} {name}; expected a whole number, not negative")
+
 
 AUDIO_BUCKETS = (Bucket(0, 0), Bucket(0, 512))
 OMNI_BUCKETS = (*AUDIO_BUCKETS, Bucket(1, 0), Bucket(4, 512))
